@@ -1,0 +1,198 @@
+"""The checkpoint engine that DeepSpeed imports, usable without DeepSpeed, too.
+
+An unmodified DeepSpeed with a ``datastates_ckpt`` section in its config does
+``from datastates import CheckpointEngine`` and calls ``CheckpointEngine(deepspeed_config, rank)``. What its
+adapter lacks is repaired by `datastates.integrations.deepspeed` at that moment.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import distributed
+
+from datastates import manifest, reader, recovery
+from datastates.config import CheckpointConfig
+from datastates.errors import CheckpointNotFoundError, CorruptCheckpointError
+from datastates.fence import Fence
+from datastates.saver import Attempt, Saver
+from datastates.state import IsEager
+
+logger = logging.getLogger(__name__)
+
+SECTION = "datastates_ckpt"
+
+MapLocation = Callable[[Any, str], Any] | torch.device | str | dict[str, str] | None
+
+
+class CheckpointEngine:
+    """Saves and loads single files lazily, or whole checkpoints of all ranks.
+
+    ``save`` returns at once. Python objects and small tensors are copied before it returns; large tensors must not
+    change until the fence is closed: by the next step of any ``torch.optim.Optimizer``, or by `wait`. A file
+    appears under its name when it is complete and durable, never before.
+
+    Thread safe, as far as the state itself is. Not usable in a forked child.
+    """
+
+    def __init__(self, deepspeed_config: object, rank: int = 0) -> None:
+        """Make the host cache and start the flusher process.
+
+        Args:
+            deepspeed_config: DeepSpeed's own config object, or a plain mapping: the section itself
+                (``{"host_cache_size": 1}``) or a DeepSpeed config that holds it.
+            rank: global rank of this process. With ``torch.distributed`` initialised all its ranks must make their
+                engines together: they agree on an id of the run here, the only collective this class ever calls.
+
+        Raises:
+            ConfigError: a setting is unknown or wrong.
+            HostCacheError: the memory for the host cache is not there.
+        """
+        from_deepspeed = hasattr(deepspeed_config, "datastates_config")
+        config = CheckpointConfig.from_section(_section(deepspeed_config))
+        world_size, run_id = _agree_on_run()
+        self.config = config
+        self._saver = Saver(config, rank=rank, world_size=world_size, run_id=run_id, forgiving=from_deepspeed)
+        self._attempt: Attempt | None = None
+        if from_deepspeed:
+            importlib.import_module("datastates.integrations.deepspeed").repair()
+
+    @property
+    def fence(self) -> Fence:
+        return self._saver.fence
+
+    @property
+    def saver(self) -> Saver:
+        return self._saver
+
+    def save(self, state_dict: object, path: str, *, is_eager: IsEager | None = None) -> bool:
+        """Save a state to a file; returns True, before the bytes are written.
+
+        Args:
+            state_dict: nested containers of tensors and Python objects; see `CheckpointEngine` for who may change
+                what until when.
+            path: the file. ``*.safetensors`` is written in that format, all else as ``torch.load`` reads it, unless
+                the config names a format for all.
+            is_eager: says of (fqn, tensor) that it may change before the fence closes; it is copied at once then.
+
+        Raises:
+            StateError: the state cannot be saved; nothing was written.
+            DataStatesError: an earlier save has failed in the background, and nobody has been told.
+        """
+        if self._attempt is None:
+            self._saver.raise_failure()
+        self._saver.save(state_dict, path, attempt=self._attempt, is_eager=is_eager)
+        return True
+
+    def load(self, path: str, map_location: MapLocation = None) -> Any:
+        """Load a file, written by this package or by ``torch.save`` or safetensors.
+
+        Waits first for saves in flight: until they are copied (loading overwrites the state), and until they are
+        settled where this file may be among them. Executes what is pickled in the file, as DeepSpeed expects:
+        load only files you trust.
+
+        Raises:
+            CheckpointNotFoundError: there is no such file, or the checkpoint it belongs to was never completed.
+            CorruptCheckpointError: its structure or size is wrong.
+        """
+        if self._saver.is_open:
+            self._saver.wait_staged()
+            if self._saver.is_pending(path):
+                self._saver.settle()
+        check_committed(path)
+        return reader.load(path, map_location)
+
+    def wait(self, persist: bool = False, timeout: float | None = None) -> bool:
+        """Block until everything saved so far is copied to the host cache or, with ``persist``, durable and visible.
+
+        Raises:
+            DataStatesError: with ``persist``: the first failure that has not been raised yet.
+            WaitTimeoutError: not done within ``timeout`` seconds.
+        """
+        if not self._saver.is_open:
+            return True
+        if persist:
+            self._saver.wait_committed(timeout)
+        else:
+            self._saver.wait_staged(timeout)
+        return True
+
+    def close(self) -> None:
+        """Finish all saves, then free the cache and end the flusher; idempotent. Raises what `wait` would."""
+        self._saver.close(self.config.close_timeout_seconds)
+
+    @contextmanager
+    def checkpoint(self, directory: str, tag: str, *, update_latest: bool = True) -> Iterator[Attempt]:
+        """Files saved inside belong to one checkpoint of all ranks: all of it becomes visible together.
+
+        Every rank enters, in the same order, also one that saves nothing. Leaving does not block. An exception
+        inside drops the checkpoint, and the other ranks learn of it.
+
+        Args:
+            directory: the checkpoint's folder; all files saved inside lie in it. The ranks share it.
+            tag: what ``latest`` beside the folder shall say.
+            update_latest: whether to write ``latest`` once the checkpoint is committed.
+        """
+        attempt = self._saver.begin(directory, tag, update_latest=update_latest)
+        self._attempt = attempt
+        try:
+            yield attempt
+        except BaseException as error:
+            self._saver.abort(attempt, f"{type(error).__name__}: {error}")
+            raise
+        finally:
+            self._attempt = None
+        self._saver.commit(attempt)
+
+
+def check_committed(path: str) -> None:
+    """Raise unless a file is part of a committed checkpoint, or belongs to none of this package's.
+
+    An interrupted commit is completed first where that is possible.
+
+    Raises:
+        CheckpointNotFoundError: its folder holds a checkpoint that was never completed.
+        CorruptCheckpointError: the file's size is not what the checkpoint's manifest says.
+    """
+    path = os.path.abspath(path)
+    directory = os.path.dirname(path)
+    if not manifest.has_attempts(directory):
+        return
+    if manifest.read_commit(directory) is None:
+        recovery.recover(directory)
+        if manifest.read_commit(directory) is None:
+            raise CheckpointNotFoundError(
+                f"{directory} holds a checkpoint that was never completed; load another one (its folder may be deleted)"
+            )
+    record = manifest.committed_files(directory).get(os.path.basename(path))
+    if record is None or not os.path.exists(path):
+        return
+    found = os.path.getsize(path)
+    if found != record.nbytes:
+        raise CorruptCheckpointError(f"{path}: {found} bytes found, {record.nbytes} expected by its manifest", path)
+
+
+def _section(deepspeed_config: object) -> Mapping[str, Any] | None:
+    """The ``datastates_ckpt`` section, from any of the forms that the constructor takes."""
+    if isinstance(deepspeed_config, Mapping):
+        inner = deepspeed_config.get(SECTION, deepspeed_config)
+        return inner if isinstance(inner, Mapping) else None
+    section = getattr(getattr(deepspeed_config, "datastates_config", None), "config", None)
+    return section if isinstance(section, Mapping) else None
+
+
+def _agree_on_run() -> tuple[int, str]:
+    """World size and an id that all ranks share and no other run has."""
+    run_id = uuid.uuid4().hex[:12]
+    if not (distributed.is_available() and distributed.is_initialized()) or distributed.get_world_size() == 1:
+        return 1, run_id
+    shared = [run_id]
+    distributed.broadcast_object_list(shared, src=0)
+    return distributed.get_world_size(), shared[0]

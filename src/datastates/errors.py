@@ -1,0 +1,166 @@
+"""The exceptions of datastates.
+
+::
+
+    DataStatesError
+    ├── ConfigError            (ValueError)      a setting is unknown, of the wrong type or out of range
+    ├── StateError             (TypeError)       a leaf of the state cannot be saved; names its fqn
+    ├── ClosedError            (RuntimeError)    the object was closed, or belongs to another process
+    ├── TornSnapshotError      (RuntimeError)    a tensor changed between save() and its copy
+    ├── HostCacheError         (MemoryError)     the host cache cannot be made as large as asked
+    ├── StorageError           (OSError)         a file could not be written; carries path, errno, rank
+    ├── FlusherDiedError       (RuntimeError)    the flusher process ended and could not be replaced
+    ├── ProtocolError          (ValueError)      trainer and flusher do not understand each other
+    ├── CommitError            (RuntimeError)    a checkpoint was not committed; names ranks and causes
+    ├── WaitTimeoutError       (TimeoutError)    a wait ended before what it waited for
+    ├── CheckpointNotFoundError (FileNotFoundError)  no (complete) checkpoint where one was asked for
+    ├── ForeignObjectError     (UnpicklingError) a leaf is no plain data and was not, or cannot be, loaded
+    └── CorruptCheckpointError (ValueError)      a file's structure, size or checksum is wrong
+
+Every leaf is a builtin exception, too, where one fits, can be pickled, and names in its message what
+failed, where, what was found and what was expected, and what to do about it.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+
+
+class DataStatesError(Exception):
+    """Root of every exception that this package raises on purpose."""
+
+
+class ConfigError(DataStatesError, ValueError):
+    """A setting is unknown, of the wrong type, or out of range."""
+
+
+class StateError(DataStatesError, TypeError):
+    """A leaf of the state cannot be saved.
+
+    Attributes:
+        fqn: dotted name of the leaf, empty when it is not known.
+    """
+
+    def __init__(self, message: str, fqn: str = "") -> None:
+        super().__init__(message, fqn)
+        self.fqn = fqn
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class ClosedError(DataStatesError, RuntimeError):
+    """The object was closed, or is used in a process that did not make it."""
+
+
+class TornSnapshotError(DataStatesError, RuntimeError):
+    """A tensor was changed between ``save()`` and the copy of its bytes.
+
+    Attributes:
+        fqns: dotted names of the tensors that changed.
+    """
+
+    def __init__(self, message: str, fqns: tuple[str, ...] = ()) -> None:
+        super().__init__(message, fqns)
+        self.fqns = fqns
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class HostCacheError(DataStatesError, MemoryError):
+    """The host cache cannot be made as large as the configuration asks."""
+
+
+class StorageError(DataStatesError, OSError):
+    """A file of a checkpoint could not be written, made durable, or published.
+
+    Attributes:
+        errno: the operating system's error number, None where it was not the system's word.
+        path: the file or directory concerned.
+        rank: the rank whose part failed.
+    """
+
+    def __init__(self, message: str, errno: int | None = None, path: str = "", rank: int = 0) -> None:
+        super().__init__(message, errno, path, rank)
+        self.message = message
+        self.errno = errno
+        self.path = path
+        self.rank = rank
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class FlusherDiedError(DataStatesError, RuntimeError):
+    """The flusher process ended, and no other could take over its work."""
+
+
+class ProtocolError(DataStatesError, ValueError):
+    """A message between trainer and flusher is unknown, malformed, or out of order."""
+
+
+class CommitError(DataStatesError, RuntimeError):
+    """A checkpoint was not committed because the part of at least one rank is missing or failed.
+
+    Attributes:
+        ranks: cause by rank, as far as known.
+    """
+
+    def __init__(self, message: str, ranks: Mapping[int, str] | None = None) -> None:
+        self.ranks = dict(ranks or {})
+        super().__init__(message, self.ranks)
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class WaitTimeoutError(DataStatesError, TimeoutError):
+    """A wait ended before what it waited for; the work itself goes on."""
+
+
+class CheckpointNotFoundError(DataStatesError, FileNotFoundError):
+    """There is no complete checkpoint where one was asked for."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class ForeignObjectError(DataStatesError, pickle.UnpicklingError):
+    """A leaf is no plain data: loading it runs code, which was not asked for or failed.
+
+    Attributes:
+        fqn: dotted name of the leaf.
+        class_name: module and name of its class.
+    """
+
+    def __init__(self, message: str, fqn: str = "", class_name: str = "") -> None:
+        super().__init__(message, fqn, class_name)
+        self.fqn = fqn
+        self.class_name = class_name
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class CorruptCheckpointError(DataStatesError, ValueError):
+    """The structure, the size or a checksum of a file is wrong.
+
+    Attributes:
+        path: the file.
+        fqn: the tensor concerned, empty when it is not one tensor.
+        offset: byte offset from the start of the file, None when it is not one place.
+    """
+
+    def __init__(self, message: str, path: str = "", fqn: str = "", offset: int | None = None) -> None:
+        super().__init__(message, path, fqn, offset)
+        self.path = path
+        self.fqn = fqn
+        self.offset = offset
+
+    def __str__(self) -> str:
+        return str(self.args[0])

@@ -1,0 +1,69 @@
+"""The fence: training may change the state again only when what is being saved has been copied.
+
+It closes by itself before any ``torch.optim.Optimizer`` steps, also one that a framework wraps. What no such
+hook sees (writes by the training script, optimizers that do not subclass ``torch.optim.Optimizer``) needs the
+explicit ``wait()``.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from datastates.copier import Copier
+from datastates.errors import WaitTimeoutError
+from datastates.events import EventLog, now
+from datastates.stager import StagingJob
+
+
+class Fence:
+    """Holds back the caller until the jobs added so far need the state no longer. Thread safe."""
+
+    def __init__(self, copiers: Callable[[torch.device], Copier], events: EventLog) -> None:
+        self._copiers = copiers
+        self._events = events
+        self._lock = threading.Lock()  # protects _jobs
+        self._jobs: list[StagingJob[Any]] = []
+        self._owner = os.getpid()
+        self._hook = register_optimizer_step_pre_hook(self._before_step)
+
+    def add(self, job: StagingJob[Any]) -> None:
+        with self._lock:
+            self._jobs.append(job)
+
+    def close(self, timeout: float | None = None) -> None:
+        """Return when the state may be changed.
+
+        Host tensors: when they are copied. Device tensors: when their copies are issued and the caller's current
+        stream is ordered behind them; the host does not wait for the device. A save that failed holds nobody
+        back, and its error is not raised here: it must not stop the training.
+
+        Raises:
+            WaitTimeoutError: not reached within ``timeout`` seconds; the fence stays open.
+        """
+        with self._lock:
+            jobs = list(self._jobs)
+        if not jobs:
+            return
+        begin = now()
+        for job in jobs:
+            left = None if timeout is None else max(begin + timeout - now(), 0.0)
+            if not job.wait_issued(left):
+                raise WaitTimeoutError(f"{job.path}: not staged within {timeout} s")
+            job.hold(self._copiers)
+        with self._lock:
+            self._jobs = [job for job in self._jobs if job not in jobs]
+        self._events.record("fence", begin, now(), num_files=len(jobs))
+
+    def remove(self) -> None:
+        """Take the hook away; idempotent."""
+        self._hook.remove()
+
+    def _before_step(self, *_: Any) -> None:
+        if self._jobs and os.getpid() == self._owner:  # a forked child has copies of the state, and no stager
+            self.close()

@@ -1,0 +1,373 @@
+"""Publishing: from durable files to a checkpoint that all ranks have completed.
+
+One thread decides everything about attempts. Others hand it work through a queue, so the order of decisions
+is the order of arrival; commits are decided strictly in the order in which they were asked for.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+
+from datastates.errors import CorruptCheckpointError, StorageError
+from datastates.flusher.protocol import Abort, Answer, AttemptFailed, Commit, Publish, Settled, shortened
+from datastates.flusher.writer import FileState, IncomingFile, WritePipeline
+from datastates.manifest import (
+    CommitRecord,
+    Failure,
+    Manifest,
+    read_aborted,
+    read_commit,
+    read_manifest,
+    write_aborted,
+    write_manifest,
+)
+from datastates.recovery import AttemptLock, is_decided, remove_superseded, roll_forward
+from datastates.storage import write_atomically
+
+_FIRST_POLL_SECONDS = 0.01
+_LAST_POLL_SECONDS = 1.0
+_ENDED = (FileState.DURABLE, FileState.PUBLISHED, FileState.FAILED)
+
+
+@dataclass
+class Attempt:
+    """What the trainer has asked for under one attempt id.
+
+    Attributes:
+        request: None until the trainer has said that there are no further files.
+        directory: of the checkpoint; empty for lone files, and until `request` is a commit.
+        deadline: when to give up on the other ranks; set once this rank's manifest is written. From then on
+            only rank 0 may decide against the checkpoint.
+        manifests: of the ranks that are known to be complete, with the CRC-32 of their bytes.
+    """
+
+    name: str
+    files: list[IncomingFile] = field(default_factory=list)
+    request: Publish | Commit | None = None
+    directory: str = ""
+    lock: AttemptLock | None = None
+    deadline: float | None = None
+    manifests: dict[int, tuple[Manifest, int]] = field(default_factory=dict)
+
+
+class Committer:
+    """Decides about attempts; owned by the flusher process, which starts `run` on a thread of its own."""
+
+    def __init__(
+        self,
+        send: Callable[[Answer], bool],
+        on_idle: Callable[[], None],
+        *,
+        rank: int,
+        world_size: int,
+        commit_timeout_seconds: float,
+    ) -> None:
+        self._send = send
+        self._on_idle = on_idle
+        self._rank = rank
+        self._world_size = world_size
+        self._commit_timeout_seconds = commit_timeout_seconds
+        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._attempts: dict[str, Attempt] = {}
+        self._settled: set[str] = set()
+        self._order: list[Attempt] = []
+        self._pipeline: WritePipeline | None = None
+        self.num_lost = 0
+        self.num_posted = 0
+        self._num_done = 0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether all that was posted is done and no attempt is left. Call it on the thread that posts requests."""
+        return self._num_done == self.num_posted and not self._attempts
+
+    def add_file(self, file: IncomingFile) -> None:
+        self._post(lambda: self._attempt(file.attempt).files.append(file))
+
+    def request(self, message: Publish | Commit) -> None:
+        """There will be no further files of the attempt."""
+        self._post(lambda: self._begin(self._attempt(message.attempt), message))
+
+    def abort(self, message: Abort) -> None:
+        self._post(lambda: self._abort_asked(message))
+
+    def abandon(self, cause: str, *, everything: bool) -> None:
+        """The trainer will send nothing more: give up what is incomplete, or everything that can be given up."""
+        self._post(lambda: self._abandon(cause, everything))
+
+    def on_file_end(self, _: IncomingFile) -> None:
+        """A file is durable or has failed. Called by the pipeline's threads."""
+        self._inbox.put(_look_again)
+
+    def run(self, pipeline: WritePipeline) -> None:
+        """Decide, for ever."""
+        self._pipeline = pipeline
+        delay = _FIRST_POLL_SECONDS
+        while True:
+            try:
+                action = self._inbox.get(timeout=delay if self._is_polling() else None)
+                delay = _FIRST_POLL_SECONDS
+            except Empty:
+                action = _look_again
+                delay = min(2 * delay, _LAST_POLL_SECONDS)
+            action()
+            for attempt in list(self._order):
+                self._advance(attempt)
+            if action is not _look_again:
+                self._num_done += 1
+            self._on_idle()
+
+    def _post(self, action: Callable[[], None]) -> None:
+        self.num_posted += 1
+        self._inbox.put(action)
+
+    def _is_polling(self) -> bool:
+        return any(attempt.deadline is not None for attempt in self._order)
+
+    def _attempt(self, name: str) -> Attempt:
+        return self._attempts.setdefault(name, Attempt(name))
+
+    def _begin(self, attempt: Attempt, message: Publish | Commit) -> None:
+        attempt.request = message
+        self._order.append(attempt)
+        if isinstance(message, Commit):
+            attempt.directory = message.directory
+            try:
+                attempt.lock = AttemptLock(message.directory, attempt.name)
+            except StorageError as error:
+                self._fail(attempt, Failure(str(error), error.errno, error.path))
+
+    def _abort_asked(self, message: Abort) -> None:
+        if message.attempt not in self._settled:
+            self._abort(self._attempt(message.attempt), message.cause, message.directory)
+
+    def _abort(self, attempt: Attempt, cause: str, directory: str) -> None:
+        if attempt.deadline is not None and self._rank != 0:
+            return  # this rank has promised its part: the outcome is rank 0's decision
+        attempt.directory = attempt.directory or directory
+        self._fail(attempt, Failure(cause), {self._rank: cause})
+
+    def _abandon(self, cause: str, everything: bool) -> None:
+        for attempt in list(self._attempts.values()):
+            incomplete = [file for file in attempt.files if not file.is_received]
+            if everything and attempt.deadline is not None and self._rank != 0:
+                self._end(attempt, Failure(f"{cause} before rank 0 had committed"), {})
+            elif attempt.request is None or everything:
+                self._abort(attempt, cause, "")
+            for file in incomplete:
+                message = f"{file.path}: {cause} before all of it had arrived"
+                self._pipe().fail(file, StorageError(message, path=file.path))
+
+    def _advance(self, attempt: Attempt) -> None:
+        if attempt.name not in self._attempts:
+            return
+        try:
+            if isinstance(attempt.request, Publish):
+                self._advance_files(attempt)
+            elif isinstance(attempt.request, Commit):
+                self._advance_commit(attempt, attempt.request)
+        except OSError as error:
+            self._fail(attempt, _failure(error, attempt))
+        except CorruptCheckpointError as error:
+            self._fail(attempt, Failure(str(error), None, error.path))
+
+    def _advance_files(self, attempt: Attempt) -> None:
+        for file in attempt.files:
+            if file.state is FileState.DURABLE and file.partial is not None and not self._is_behind(attempt, file.path):
+                file.partial.publish()
+                file.state, file.partial = FileState.PUBLISHED, None
+        failed = [file for file in attempt.files if file.state is FileState.FAILED]
+        if failed and all(file.state in _ENDED for file in attempt.files):
+            self._fail(attempt, _failure_of(failed[0]))
+        elif all(file.state is FileState.PUBLISHED for file in attempt.files):
+            self._settle(attempt, sum(file.nbytes for file in attempt.files), len(attempt.files))
+
+    def _is_behind(self, attempt: Attempt, path: str) -> bool:
+        """Whether the same path was asked for earlier and is not there yet: the last save must win."""
+        earlier = self._order[: self._order.index(attempt)]
+        return any(
+            file.path == path and file.state in (FileState.RECEIVING, FileState.DURABLE)
+            for other in earlier
+            for file in other.files
+        )
+
+    def _advance_commit(self, attempt: Attempt, request: Commit) -> None:
+        failed = [file for file in attempt.files if file.state is FileState.FAILED]
+        if failed:
+            self._fail(attempt, _failure_of(failed[0]))
+            return
+        is_first = next(other for other in self._order if isinstance(other.request, Commit)) is attempt
+        is_durable = all(file.state in _ENDED for file in attempt.files)
+        if not is_first or not is_durable or any(self._is_behind(attempt, file.path) for file in attempt.files):
+            return
+        record = _read_record(attempt.directory)
+        if record is not None and record.attempt == attempt.name:
+            self._announce(attempt, request, record)
+            return
+        causes = read_aborted(attempt.directory, attempt.name)
+        if causes is not None:
+            self._fail(attempt, Failure(_cause_text(causes)), causes)
+            return
+        if attempt.deadline is None:
+            self._promise(attempt, request)
+        if self._rank == 0:
+            self._decide(attempt, request)
+        elif attempt.deadline is not None and time.monotonic() > attempt.deadline:
+            message = f"rank 0 has not committed {attempt.directory} within {self._commit_timeout_seconds:g} s"
+            self._end(attempt, Failure(message), {0: message})  # it still may: the files stay
+
+    def _promise(self, attempt: Attempt, request: Commit) -> None:
+        files = tuple(file.record(os.path.relpath(file.path, attempt.directory)) for file in attempt.files)
+        manifest = Manifest(attempt.name, self._rank, self._world_size, request.tag, files, time.time())
+        write_manifest(attempt.directory, manifest)
+        attempt.deadline = time.monotonic() + self._commit_timeout_seconds
+
+    def _decide(self, attempt: Attempt, request: Commit) -> None:
+        """Rank 0: commit when all ranks are there, give up when one has failed or the time is over."""
+        causes = self._collect(attempt)
+        missing = [rank for rank in range(self._world_size) if rank not in attempt.manifests]
+        if not causes and missing and attempt.deadline is not None and time.monotonic() > attempt.deadline:
+            causes = dict.fromkeys(missing, f"not durable within {self._commit_timeout_seconds:g} s")
+        if causes:
+            self._fail(attempt, Failure(_cause_text(causes)), causes)
+        elif not missing:
+            self._commit(attempt, request)
+
+    def _commit(self, attempt: Attempt, request: Commit) -> None:
+        manifests = [attempt.manifests[rank] for rank in range(self._world_size)]
+        try:
+            record = roll_forward(attempt.directory, manifests, request.tag)
+        except OSError as error:
+            if is_decided(attempt.directory, attempt.name):
+                self._end(attempt, _failure(error, attempt), {})  # the rest can be rolled forward later
+            else:
+                self._fail(attempt, _failure(error, attempt))
+            return
+        self._announce(attempt, request, record)
+
+    def _announce(self, attempt: Attempt, request: Commit, record: CommitRecord) -> None:
+        """The checkpoint is committed. Rank 0 moves ``latest`` to it and removes what it replaces."""
+        if self._rank == 0 and request.update_latest:
+            pointer = os.path.join(os.path.dirname(attempt.directory), "latest")
+            try:
+                write_atomically(pointer, request.tag.encode("utf-8", "surrogateescape"))
+            except StorageError as error:
+                self._end(attempt, _failure(error, attempt), {})
+                return
+        if self._rank == 0:
+            try:
+                remove_superseded(attempt.directory, attempt.name)
+            except OSError as error:
+                self._warn(f"leftovers in {attempt.directory} stay: {error}")
+        self._settle(attempt, record.nbytes, record.num_files)
+
+    def _collect(self, attempt: Attempt) -> dict[int, str]:
+        """Read the manifests that have come; returns the cause by rank of those that failed."""
+        causes = {}
+        for rank in range(self._world_size):
+            if rank in attempt.manifests:
+                continue
+            found = read_manifest(attempt.directory, attempt.name, rank)
+            if found is None:
+                continue
+            if found[0].failed is not None:
+                causes[rank] = found[0].failed.message
+            elif found[0].world_size != self._world_size:
+                causes[rank] = f"its world size is {found[0].world_size}, that of rank 0 is {self._world_size}"
+            else:
+                attempt.manifests[rank] = found
+        return causes
+
+    def _fail(self, attempt: Attempt, failure: Failure, causes: dict[int, str] | None = None) -> None:
+        """Give an attempt up: remove its files and tell the other ranks."""
+        text = shortened(failure.message)
+        for file in attempt.files:
+            self._pipe().fail(file, StorageError(text, failure.errno, failure.path or file.path))
+        if attempt.directory:
+            try:
+                self._tell_others(attempt, failure, causes or {self._rank: text})
+            except StorageError as error:
+                text += f"; the other ranks could not be told: {error}"
+        self._end(attempt, Failure(text, failure.errno, failure.path), causes or {})
+
+    def _tell_others(self, attempt: Attempt, failure: Failure, causes: dict[int, str]) -> None:
+        attempt.lock = attempt.lock or AttemptLock(attempt.directory, attempt.name)
+        own = read_manifest(attempt.directory, attempt.name, self._rank)
+        is_promised = own is not None and own[0].failed is None
+        if is_promised and (self._rank != 0 or is_decided(attempt.directory, attempt.name)):
+            return  # an earlier flusher of this rank promised its part, or even committed
+        if not is_promised:
+            manifest = Manifest(attempt.name, self._rank, self._world_size, "", (), time.time(), failure)
+            write_manifest(attempt.directory, manifest)
+        if self._rank == 0:
+            write_aborted(attempt.directory, attempt.name, causes)
+
+    def _settle(self, attempt: Attempt, nbytes: int, num_files: int) -> None:
+        self._forget(attempt)
+        self._settled.add(attempt.name)
+        for file in attempt.files:
+            file.state = FileState.PUBLISHED
+        self._send(Settled(attempt.name, nbytes, num_files))
+
+    def _end(self, attempt: Attempt, failure: Failure, causes: dict[int, str]) -> None:
+        self._forget(attempt)
+        self.num_lost += 1
+        ranks = {str(rank): shortened(cause) for rank, cause in list(causes.items())[:_MAX_CAUSES]}
+        answer = AttemptFailed(attempt.name, shortened(failure.message), failure.errno, failure.path, ranks)
+        if not self._send(answer):  # nobody else is left who could say so
+            self._warn(f"{attempt.name} is lost: {failure.message}")
+
+    def _warn(self, message: str) -> None:
+        sys.stderr.write(f"datastates flusher, rank {self._rank}: {message}\n")
+        sys.stderr.flush()
+
+    def _forget(self, attempt: Attempt) -> None:
+        """Let go of the attempt's files and lock; it is settled."""
+        del self._attempts[attempt.name]
+        if attempt in self._order:
+            self._order.remove(attempt)
+        for file in attempt.files:
+            if file.partial is not None and file.state is not FileState.FAILED:
+                file.partial.close()
+        if attempt.lock is not None:
+            attempt.lock.release()
+
+    def _pipe(self) -> WritePipeline:
+        if self._pipeline is None:
+            raise RuntimeError("the committer does not run yet")
+        return self._pipeline
+
+
+_MAX_CAUSES = 16  # a message must stay below its limit; the rest is in the record of the abort
+
+
+def _look_again() -> None:
+    """Nothing new but time, or the end of a file."""
+
+
+def _failure(error: OSError, attempt: Attempt) -> Failure:
+    path = error.path if isinstance(error, StorageError) else error.filename
+    return Failure(str(error), error.errno, str(path or attempt.directory))
+
+
+def _read_record(directory: str) -> CommitRecord | None:
+    """The commit record; a damaged one counts as none, since the next commit replaces it."""
+    try:
+        return read_commit(directory)
+    except CorruptCheckpointError:
+        return None
+
+
+def _failure_of(file: IncomingFile) -> Failure:
+    error = file.error
+    return Failure("failed") if error is None else Failure(str(error), error.errno, error.path)
+
+
+def _cause_text(causes: dict[int, str]) -> str:
+    first = ", ".join(f"rank {rank}: {cause}" for rank, cause in list(causes.items())[:_MAX_CAUSES])
+    return f"not committed because of {first}"

@@ -1,0 +1,351 @@
+"""Slabs of the host cache to durable files: one thread hashes in file order, several write."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from collections.abc import Callable
+from enum import Enum
+from queue import SimpleQueue
+
+from datastates.errors import ProtocolError, StorageError
+from datastates.events import now
+from datastates.flusher.hasher import ImageHasher
+from datastates.flusher.protocol import (
+    Acknowledged,
+    Answer,
+    Dropped,
+    Durable,
+    FileFailed,
+    FlushSlab,
+    OpenFile,
+    SealTable,
+    Written,
+    shortened,
+)
+from datastates.manifest import FileRecord
+from datastates.plan import Seal
+from datastates.storage import BLOCK_BYTES, PartialFile, create_partial, partial_path, read_chunks, reopen_partial
+
+_READ_BYTES = 1 << 20  # of a partial file that is hashed again; keeps the process small
+
+
+class FileState(Enum):
+    """Where a file is on its way."""
+
+    RECEIVING = "receiving"
+    DURABLE = "durable"
+    PUBLISHED = "published"
+    FAILED = "failed"
+
+
+class IncomingFile:
+    """One file on its way from the host cache to storage.
+
+    The main thread adds tables and slabs, the hasher thread owns `hasher`, the writers own `partial`; what they
+    share is protected by `lock`.
+    """
+
+    def __init__(self, message: OpenFile) -> None:
+        """Raises ProtocolError when the slabs are not whole blocks: their paddings would overlap."""
+        if not message.slab_bytes or message.slab_bytes % BLOCK_BYTES:
+            raise ProtocolError(f"{message.path}: slabs of {message.slab_bytes} bytes, not whole blocks")
+        self.id = message.file
+        self.attempt = message.attempt
+        self.path = message.path
+        self.nbytes = message.nbytes
+        self.slab_bytes = message.slab_bytes
+        self.num_slabs = -(-message.nbytes // message.slab_bytes)
+        self.check_free = message.check_free
+        self.was_durable = message.is_durable
+        self.acknowledged: dict[int, int] = {}
+        self.state = FileState.RECEIVING
+        self.error: StorageError | None = None
+        self.partial: PartialFile | None = None
+        self.hasher: ImageHasher | None = None
+        self.opened = threading.Event()
+        self.lock = threading.Lock()  # protects state, error, crcs, num_written, is_finishing, num_users, is_reported
+        self.crcs: list[int] = [0] * self.num_slabs
+        self.num_written = message.num_acknowledged
+        self.is_finishing = False
+        self.num_users = 0
+        self.is_reported = False
+        self._seals: list[Seal] = []
+        self._num_seals = message.num_seals
+        self._num_acknowledged = message.num_acknowledged
+        self._next_slab = 0
+        self._num_received = message.num_acknowledged
+
+    @property
+    def is_described(self) -> bool:
+        """Whether all tables are here."""
+        return len(self._seals) == self._num_seals and len(self.acknowledged) == self._num_acknowledged
+
+    @property
+    def is_received(self) -> bool:
+        """Whether all slabs are here."""
+        return self.is_described and self._num_received == self.num_slabs
+
+    def describe(self, message: SealTable | Acknowledged) -> None:
+        """Take a part of a table. Raises ProtocolError when it has more rows than announced."""
+        if self.is_described:
+            raise ProtocolError(f"{self.path}: a {type(message).__name__} that was not announced")
+        if isinstance(message, SealTable):
+            self._seals.extend(message.seals)
+        else:
+            self.acknowledged.update(message.slabs)
+            if any(index >= self.num_slabs for index in self.acknowledged):
+                raise ProtocolError(f"{self.path}: an acknowledged slab beyond the {self.num_slabs} of the file")
+            for index, value in message.slabs:
+                self.crcs[index] = value
+
+    def start(self) -> None:
+        """All tables are here. Raises ProtocolError when a seal cannot be filled in."""
+        try:
+            self.hasher = ImageHasher(self._seals)
+        except ValueError as error:
+            raise ProtocolError(f"{self.path}: {error}") from error
+        self._skip_acknowledged()
+
+    def expect(self, slab: FlushSlab) -> None:
+        """Check that a slab is the next of the file. Raises ProtocolError."""
+        expected = min(self.slab_bytes, self.nbytes - slab.index * self.slab_bytes)
+        if not self.is_described or slab.index != self._next_slab or slab.nbytes != expected:
+            raise ProtocolError(f"{self.path}: slab {slab.index} of {slab.nbytes} bytes, expected {self._next_slab}")
+        self._next_slab += 1
+        self._num_received += 1
+        self._skip_acknowledged()
+
+    def record(self, name: str) -> FileRecord:
+        return FileRecord(name, self.nbytes, self.slab_bytes, tuple(self.crcs))
+
+    def _skip_acknowledged(self) -> None:
+        while self._next_slab in self.acknowledged:
+            self._next_slab += 1
+
+
+class WritePipeline:
+    """Hashes slabs in the order of their arrival and writes several at once.
+
+    Errors of storage end the file concerned and nothing else. Any other exception is left to ``spawn``.
+    """
+
+    def __init__(
+        self,
+        memory: mmap.mmap,
+        send: Callable[[Answer], bool],
+        on_end: Callable[[IncomingFile], None],
+        on_idle: Callable[[], None],
+        spawn: Callable[[str, Callable[[], None]], None],
+        num_writers: int,
+    ) -> None:
+        """Args:
+        memory: the host cache.
+        send: takes answers to the trainer, from any thread.
+        on_end: told when a file is durable or has failed, on the thread that ended it.
+        on_idle: told when nothing is queued any more.
+        spawn: starts a thread of a given name.
+        num_writers: writes in flight.
+        """
+        self._memory = memoryview(memory)
+        self._send = send
+        self._on_end = on_end
+        self._on_idle = on_idle
+        self._to_hash: SimpleQueue[tuple[IncomingFile, FlushSlab | None]] = SimpleQueue()
+        self._to_write: SimpleQueue[tuple[IncomingFile, FlushSlab | None, int]] = SimpleQueue()
+        self._lock = threading.Lock()  # protects _num_queued
+        self._num_queued = 0
+        spawn("hasher", self._hash_forever)
+        for index in range(num_writers):
+            spawn(f"writer-{index}", self._write_forever)
+
+    @property
+    def is_idle(self) -> bool:
+        with self._lock:
+            return self._num_queued == 0
+
+    def start(self, file: IncomingFile) -> None:
+        """Open a file of which all tables are here. Does not block."""
+        file.start()
+        self._count(1)
+        self._to_write.put((file, None, 0))
+        if file.acknowledged and not file.was_durable:
+            self._count(1)
+            self._to_hash.put((file, None))
+
+    def add(self, file: IncomingFile, slab: FlushSlab) -> None:
+        """Take a slab. Does not block.
+
+        Raises:
+            ProtocolError: it is not the next of its file, or lies outside of the host cache.
+        """
+        file.expect(slab)
+        if slab.cache_offset + slab.nbytes > self._memory.nbytes:
+            raise ProtocolError(f"{file.path}: slab {slab.index} lies outside of the host cache")
+        self._count(1)
+        self._to_hash.put((file, slab))
+
+    def fail(self, file: IncomingFile, error: StorageError) -> None:
+        """End a file that cannot become durable; its last user removes what there is of it. Idempotent."""
+        with file.lock:
+            if file.state in (FileState.FAILED, FileState.PUBLISHED):
+                return
+            file.state, file.error = FileState.FAILED, error
+            file.num_users += 1
+        self._leave(file)
+
+    def _count(self, change: int) -> None:
+        with self._lock:
+            self._num_queued += change
+            is_idle = self._num_queued == 0
+        if is_idle:
+            self._on_idle()
+
+    def _enter(self, file: IncomingFile) -> bool:
+        """Begin to use the partial file; False when the file has failed."""
+        with file.lock:
+            if file.state is FileState.FAILED:
+                return False
+            file.num_users += 1
+            return True
+
+    def _leave(self, file: IncomingFile) -> None:
+        """Stop using the partial file. The last user of a failed file removes it, then says so."""
+        with file.lock:
+            file.num_users -= 1
+            if file.state is not FileState.FAILED or file.num_users or file.is_reported:
+                return
+            file.is_reported = True
+            partial, file.partial = file.partial, None
+            error = file.error or StorageError(f"{file.path}: failed", path=file.path)
+        message = str(error)
+        try:
+            if partial is not None:
+                partial.remove()
+        except StorageError as left:
+            message += f"; {left}"
+        if not file.was_durable:  # else the trainer knows the file as durable: its attempt fails
+            self._send(FileFailed(file.id, shortened(message), error.errno, error.path))
+        self._on_end(file)
+
+    def _hash_forever(self) -> None:
+        while True:
+            file, slab = self._to_hash.get()
+            if not self._enter(file):
+                self._drop(file, slab)
+                continue
+            value = 0
+            try:
+                value = self._hash(file, slab)
+            except StorageError as error:
+                self.fail(file, error)
+            finally:
+                self._leave(file)
+            if slab is None:
+                self._count(-1)
+            else:
+                self._to_write.put((file, slab, value))
+
+    def _hash(self, file: IncomingFile, slab: FlushSlab | None) -> int:
+        hasher = file.hasher
+        if hasher is None:
+            raise ProtocolError(f"{file.path}: a slab before its tables")
+        self._hash_acknowledged(file, hasher)
+        if slab is None:
+            return 0
+        value = hasher.feed(self._memory[slab.cache_offset : slab.cache_offset + slab.nbytes])
+        self._hash_acknowledged(file, hasher)
+        return value
+
+    def _hash_acknowledged(self, file: IncomingFile, hasher: ImageHasher) -> None:
+        """Read again what an earlier flusher wrote: its checksums continue into the slabs that follow."""
+        while (index := hasher.position // file.slab_bytes) in file.acknowledged and hasher.position < file.nbytes:
+            file.opened.wait()
+            if file.partial is None:
+                return
+            end = min((index + 1) * file.slab_bytes, file.nbytes)
+            for chunk in read_chunks(file.partial.partial, hasher.position, end, _READ_BYTES):
+                hasher.feed(chunk)
+
+    def _write_forever(self) -> None:
+        while True:
+            file, slab, value = self._to_write.get()
+            if not self._enter(file):
+                file.opened.set()  # whoever waits for it finds that the file has failed
+                self._drop(file, slab)
+                continue
+            is_dropped = False
+            try:
+                if slab is None:
+                    self._open(file)
+                else:
+                    is_dropped = True  # unless it is written
+                    self._write(file, slab, value)
+                    is_dropped = False
+                self._finish(file)
+            except StorageError as error:
+                self.fail(file, error)
+            finally:
+                self._leave(file)
+            self._drop(file, slab if is_dropped else None)
+
+    def _open(self, file: IncomingFile) -> None:
+        try:
+            if file.was_durable and _is_published(file):
+                with file.lock:
+                    file.state = FileState.PUBLISHED
+                self._on_end(file)
+            elif file.acknowledged or file.was_durable:
+                file.partial = reopen_partial(file.path, file.attempt, file.nbytes)
+            else:
+                file.partial = create_partial(file.path, file.attempt, file.nbytes, check_free=file.check_free)
+        finally:
+            file.opened.set()
+
+    def _write(self, file: IncomingFile, slab: FlushSlab, value: int) -> None:
+        file.opened.wait()
+        if file.partial is None:
+            raise StorageError(f"{file.path}: could not be opened", path=file.path)
+        begin = now()
+        padded = -(-slab.nbytes // BLOCK_BYTES) * BLOCK_BYTES
+        end = slab.cache_offset + slab.nbytes
+        padded_end = min(slab.cache_offset + padded, self._memory.nbytes)
+        self._memory[end:padded_end] = bytes(padded_end - end)
+        file.partial.write(self._memory[slab.cache_offset : padded_end], slab.index * file.slab_bytes)
+        self._send(Written(file.id, slab.index, slab.cache_offset, value, begin, now()))
+        with file.lock:
+            file.crcs[slab.index] = value
+            file.num_written += 1
+
+    def _finish(self, file: IncomingFile) -> None:
+        """Make the file durable if this was its last slab."""
+        with file.lock:
+            is_complete = file.num_written == file.num_slabs and file.state is FileState.RECEIVING
+            if not is_complete or file.is_finishing:
+                return
+            file.is_finishing = True
+        file.opened.wait()
+        if file.partial is None:
+            raise StorageError(f"{file.path}: could not be opened", path=file.path)
+        file.partial.make_durable()
+        with file.lock:
+            if file.state is not FileState.RECEIVING:
+                return
+            file.state = FileState.DURABLE
+        if not file.was_durable:
+            file.was_durable = True
+            self._send(Durable(file.id))
+        self._on_end(file)
+
+    def _drop(self, file: IncomingFile, slab: FlushSlab | None) -> None:
+        if slab is not None:
+            self._send(Dropped(file.id, slab.index, slab.cache_offset))
+        self._count(-1)
+
+
+def _is_published(file: IncomingFile) -> bool:
+    """Whether an earlier flusher has renamed the file already."""
+    if os.path.exists(partial_path(file.path, file.attempt)):
+        return False
+    return os.path.isfile(file.path) and os.path.getsize(file.path) == file.nbytes

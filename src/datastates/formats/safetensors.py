@@ -1,0 +1,88 @@
+"""The safetensors format: eight bytes of length, a JSON header, and the tensors without a hole.
+
+The file opens with the stock library. The tree of the state (`formats.tree`) is a string in ``__metadata__``, or
+a U8 tensor of its own where it is large. Source: the README of huggingface/safetensors, "Format".
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from datastates.errors import StateError
+from datastates.formats.image import Block, ImageBuilder
+from datastates.formats.tensor_table import METADATA_NAME, PAD_NAME, TREE_NAME, Stored, TensorTable, in_file_order
+from datastates.formats.tree import TreeEncoder
+from datastates.plan import FilePlan
+from datastates.state import Capture, IsEager, named_tensors
+
+NAME = "safetensors"
+
+METADATA_KEY = "datastates"
+TREE_VERSION = 1
+
+#: The tensors begin at a page, so that direct reads need no copy.
+_ALIGNMENT = 4096
+_MAX_ITEMSIZE = 16
+
+#: Above this the tree is a tensor. The stock library reads headers of at most 100 MB.
+#: Source: ``MAX_HEADER_SIZE`` in ``safetensors/src/tensor.rs``.
+_MAX_METADATA_BYTES = 8 << 20
+MAX_HEADER_BYTES = 100_000_000
+
+
+def plan(state: object, capture: Capture, is_eager: IsEager) -> FilePlan:
+    """Lay out a safetensors file.
+
+    Raises:
+        StateError: a leaf cannot be saved, or the names of the tensors fill more than a header may hold.
+    """
+    named = named_tensors(state)
+    table = TensorTable(capture, is_eager)
+    try:
+        root = TreeEncoder(table, named).encode(state)
+    except RecursionError as error:
+        raise StateError("the state is nested too deeply to be saved") from error
+    tree = json.dumps({"version": TREE_VERSION, "root": root, "tensors": table.records}, separators=(",", ":"))
+    metadata = {"format": "pt"}
+    stored = table.stored
+    if len(tree) <= _MAX_METADATA_BYTES:
+        metadata[METADATA_KEY] = tree
+    else:
+        metadata[METADATA_KEY] = json.dumps({"version": TREE_VERSION, "tensor": TREE_NAME})
+        data = tree.encode("ascii")
+        stored = [*stored, Stored(TREE_NAME, "U8", (len(data),), 1, Block(len(data), data, ""))]
+    return _lay_out(_padded(in_file_order(stored)), metadata)
+
+
+def _padded(stored: list[Stored]) -> list[Stored]:
+    """Where the pending tensors end off the grid, a few bytes of padding keep the later ones aligned.
+
+    The padding is a tensor, because the format allows no hole.
+    """
+    pending = [one for one in stored if one.block.is_pending]
+    missing = -sum(one.block.nbytes for one in pending) % _MAX_ITEMSIZE
+    if not missing:
+        return stored
+    pad = Stored(PAD_NAME, "U8", (missing,), 1, Block(missing, bytes(missing), ""))
+    return [*pending, pad, *stored[len(pending) :]]
+
+
+def _lay_out(stored: list[Stored], metadata: dict[str, str]) -> FilePlan:
+    entries: dict[str, Any] = {METADATA_NAME: metadata}
+    end = 0
+    for one in stored:
+        begin, end = end, end + one.block.nbytes
+        entries[one.name] = {"dtype": one.dtype, "shape": list(one.shape), "data_offsets": [begin, end]}
+    header = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    header += b" " * (-(8 + len(header)) % _ALIGNMENT)
+    if len(header) > MAX_HEADER_BYTES:
+        raise StateError(
+            f"the names of {len(stored)} tensors need a header of {len(header)} bytes, safetensors allows "
+            f"{MAX_HEADER_BYTES}; save the state in several files or in the torch format"
+        )
+    image = ImageBuilder()
+    image.literal(len(header).to_bytes(8, "little") + header)
+    for one in stored:
+        image.block(one.block)
+    return FilePlan(NAME, image.nbytes, image.segments(), image.seals(), image.eager_end)

@@ -1,0 +1,215 @@
+"""DeepSpeed: what its own adapter for this engine lacks, repaired at run time.
+
+DeepSpeed 0.19.8 ships ``DataStatesCheckpointEngine``, which imports ``datastates.CheckpointEngine``. Left alone
+it never writes ``latest``, never waits before the optimizer step, loses what is in flight at exit, and raises when
+it is cleaned up twice. `repair` replaces those methods, when the engine is constructed and only where they are
+defective, and puts the fence, the commit and the draining of saves around four methods of ``DeepSpeedEngine``.
+
+Source: deepspeed 0.19.8, runtime/checkpoint_engine/datastates_checkpoint_engine.py and runtime/engine.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine as DeepSpeedCheckpointEngine
+from deepspeed.runtime.checkpoint_engine.datastates_checkpoint_engine import DataStatesCheckpointEngine
+from deepspeed.runtime.engine import DeepSpeedEngine
+from torch import distributed
+
+from datastates import manifest, recovery
+from datastates.checkpoint_engine import CheckpointEngine, check_committed
+from datastates.errors import DataStatesError
+from datastates.events import now
+from datastates.state import IsEager
+
+logger = logging.getLogger(__name__)
+
+LAZY_KEYS = frozenset({"module", "optimizer", "optimizer_state_dict", "frozen_param_fragments"})
+"""Top-level keys of DeepSpeed's files whose tensors change in the optimizer's step only. What stands under any other
+key came from the user (client_state) or from parts that may change at any time, and is copied in ``save()``."""
+
+_MARK = "_datastates_original"
+
+
+def repair() -> None:
+    """Repair the adapter and hook into the engine; idempotent, once per process.
+
+    An adapter that brings its own ``get_commit_info`` has been repaired upstream and is left alone, as is an engine
+    method that is wrapped already.
+    """
+    if "get_commit_info" not in vars(DataStatesCheckpointEngine):
+        for method in (create, save, commit, cleanup):
+            _replace(DataStatesCheckpointEngine, method.__name__, lambda _, new=method: new)
+    for wrap in (save_checkpoint, load_checkpoint, _take_model_step, destroy):
+        _replace(DeepSpeedEngine, wrap.__name__, wrap)
+
+
+def engine_of(engine: DeepSpeedEngine) -> CheckpointEngine | None:
+    """This package's engine behind a DeepSpeed engine, None where another checkpoint engine is active."""
+    inner = getattr(getattr(engine, "checkpoint_engine", None), "ckpt_engine", None)
+    return inner if isinstance(inner, CheckpointEngine) else None
+
+
+# ------------------------------------------------------------------------------------ methods of the adapter
+
+
+def create(self: Any, info: Any) -> None:
+    """Note which checkpoint the next files belong to; the repaired ``save_checkpoint`` has opened it."""
+    self.commit_info = info
+
+
+def save(self: Any, state_dict: Any, path: str) -> bool:
+    """Save one of DeepSpeed's files lazily."""
+    saved: bool = self.ckpt_engine.save(state_dict, path, is_eager=_eager_rule(state_dict, self))
+    return saved
+
+
+def commit(self: Any, info: Any) -> bool | None:
+    """Block until all is durable: only ``save_16bit_model`` calls it, whose users read the file next."""
+    if info is None:
+        return None
+    self.ckpt_engine.wait(persist=True)
+    self.commit_info = None
+    return True
+
+
+def cleanup(self: Any) -> None:
+    """Finish what is in flight and let go of the engine; idempotent."""
+    inner, self.ckpt_engine = vars(self).get("ckpt_engine"), None
+    if inner is not None:
+        inner.close()
+
+
+# -------------------------------------------------------------------------------- methods of DeepSpeedEngine
+
+
+def save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
+    """One checkpoint of all ranks: visible, and named by ``latest``, when all of it is durable."""
+
+    @functools.wraps(original)
+    def wrapper(self: DeepSpeedEngine, save_dir: str, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
+        engine = engine_of(self)
+        if engine is None or not save_dir:
+            return original(self, save_dir, tag, *args, **kwargs)
+        tag = str(f"global_step{self.global_steps}" if tag is None else tag)
+        update_latest = _argument(args, kwargs, 1, "save_latest", True)
+        begin = now()
+        self.checkpoint_engine.volatile_storages = _buffer_storages(self.module)
+        try:
+            with engine.checkpoint(os.path.join(save_dir, tag), tag, update_latest=update_latest) as attempt:
+                result = original(self, save_dir, tag, *args, **kwargs)
+        finally:
+            self.checkpoint_engine.volatile_storages = frozenset()
+        attempt.blocked_seconds = now() - begin
+        engine.saver.events.record("save_checkpoint", begin, now(), attempt=attempt.name, path=attempt.directory)
+        if engine.config.wait_on_save:
+            attempt.committed.result()
+        return result
+
+    return wrapper
+
+
+def load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Saves in flight are settled first, an interrupted commit is completed, an incomplete checkpoint refused."""
+
+    @functools.wraps(original)
+    def wrapper(self: DeepSpeedEngine, load_dir: str, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
+        engine = engine_of(self)
+        if engine is not None:
+            engine.saver.settle()
+            _recover(self, load_dir, tag)
+        return original(self, load_dir, tag, *args, **kwargs)
+
+    return wrapper
+
+
+def _take_model_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The fence closes here: before loss scale, Muon's momentum, NVMe swapping, and any optimizer's step."""
+
+    @functools.wraps(original)
+    def wrapper(self: DeepSpeedEngine, *args: Any, **kwargs: Any) -> Any:
+        engine = engine_of(self)
+        if engine is not None:
+            engine.fence.close()
+        return original(self, *args, **kwargs)
+
+    return wrapper
+
+
+def destroy(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Copies end before the optimizer frees its memory; the engine ends with everything durable."""
+
+    @functools.wraps(original)
+    def wrapper(self: DeepSpeedEngine, *args: Any, **kwargs: Any) -> Any:
+        engine = engine_of(self)
+        if engine is not None:
+            engine.wait()
+        return original(self, *args, **kwargs)
+
+    return wrapper
+
+
+# ------------------------------------------------------------------------------------------------- details
+
+
+def _replace(owner: type, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    original = getattr(owner, name)
+    if hasattr(original, _MARK):
+        return
+    replacement = wrap(original)
+    setattr(replacement, _MARK, original)
+    setattr(owner, name, replacement)
+
+
+def _argument(args: tuple[Any, ...], kwargs: Mapping[str, Any], position: int, name: str, default: Any) -> Any:
+    return args[position] if len(args) > position else kwargs.get(name, default)
+
+
+def _buffer_storages(module: torch.nn.Module) -> frozenset[int]:
+    """Addresses of the storages of all buffers: forward may change them (BatchNorm, moving averages)."""
+    storages = {buffer.untyped_storage().data_ptr() for buffer in module.buffers() if buffer.layout is torch.strided}
+    return frozenset(storages - {0})
+
+
+def _eager_rule(state_dict: Any, adapter: DeepSpeedCheckpointEngine) -> IsEager:
+    """What of one of DeepSpeed's files may change before the optimizer's step."""
+    volatile: frozenset[int] = getattr(adapter, "volatile_storages", frozenset())
+    is_mapping = isinstance(state_dict, Mapping)
+    buffers = frozenset(f"module.{name}" for name in (state_dict.get("buffer_names") or ())) if is_mapping else frozenset()
+    has_user_keys = is_mapping and "ds_version" in state_dict
+
+    def is_eager(fqn: str, tensor: torch.Tensor) -> bool:
+        if fqn in buffers or (has_user_keys and fqn.partition(".")[0] not in LAZY_KEYS):
+            return True
+        return tensor.layout is torch.strided and tensor.untyped_storage().data_ptr() in volatile
+
+    return is_eager
+
+
+def _recover(engine: DeepSpeedEngine, load_dir: str, tag: Any) -> None:
+    """Rank 0 completes what an earlier run left between two renames; then every rank checks for itself."""
+    if tag is None and not engine.load_universal_checkpoint():
+        tag = manifest.read_latest(load_dir)
+    if tag is None:
+        _barrier()
+        return
+    directory = os.path.join(load_dir, str(tag))
+    if not distributed.is_initialized() or distributed.get_rank() == 0:
+        try:
+            recovery.recover(directory)
+        except (DataStatesError, OSError) as error:
+            # The check below says on every rank what is wrong; raising here would leave the others in the barrier.
+            logger.warning("%s: an interrupted commit could not be completed: %s", directory, error)
+    _barrier()
+    check_committed(os.path.join(directory, "mp_rank_00_model_states.pt"))
+
+
+def _barrier() -> None:
+    if distributed.is_initialized() and distributed.get_world_size() > 1:
+        distributed.barrier()

@@ -1,0 +1,362 @@
+"""The record that makes a checkpoint complete.
+
+Inside a checkpoint directory ``D``::
+
+    D/<files>                                  the checkpoint's files, under their final names
+    D/.datastates/<attempt>/rank-00000.json    the `Manifest` of one rank: written when its files are durable
+    D/.datastates/<attempt>/commit.json        the `CommitRecord`, staged: rank 0 has decided to commit
+    D/.datastates/<attempt>/aborted.json       rank 0 has decided not to
+    D/.datastates/<attempt>/lock               shared lock of each flusher that takes part
+    D/.datastates/commit.json                  the `CommitRecord`: the checkpoint is complete
+
+Files keep their partial names until every rank's manifest is there, so saving again under an existing name
+does not touch the older checkpoint before the new one is durable as a whole. Then rank 0 decides: the record
+is staged, an older record withdrawn, the files renamed, and the staged record moved to its place. Whoever
+finds a staged record whose owners are gone can finish that work (`datastates.recovery`).
+
+Completeness is judged by content alone, so a copy of ``D`` is as complete as ``D``. Nothing is promised about
+files in ``D`` that no manifest names.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from datastates.checksum import crc32
+from datastates.errors import CorruptCheckpointError, StorageError
+from datastates.storage import read_chunks, storage_errors, write_atomically
+
+METADATA_NAME = ".datastates"
+COMMIT_NAME = "commit.json"
+ABORTED_NAME = "aborted.json"
+LOCK_NAME = "lock"
+LATEST_NAME = "latest"
+FORMAT = "datastates-manifest"
+VERSION = 1
+
+_READ_BYTES = 4 << 20  # a few of these per second keep up with any disk, and weigh nothing
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """One durable file.
+
+    Attributes:
+        name: relative to the checkpoint directory, parts joined by ``/``; for a lone file its absolute path.
+        nbytes: size of the file.
+        slab_nbytes: the file's bytes are hashed in pieces of this size, the last one may be shorter.
+        crc32: one CRC-32 per piece.
+    """
+
+    name: str
+    nbytes: int
+    slab_nbytes: int
+    crc32: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a rank's part is missing."""
+
+    message: str
+    errno: int | None = None
+    path: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """One rank's part of a checkpoint: its files, or why there are none.
+
+    Attributes:
+        written_at: Unix time; for people, and to choose between two complete attempts of a crashed job.
+    """
+
+    attempt: str
+    rank: int
+    world_size: int
+    tag: str
+    files: tuple[FileRecord, ...]
+    written_at: float
+    failed: Failure | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(file.nbytes for file in self.files)
+
+    def to_bytes(self) -> bytes:
+        files = [asdict(file) | {"crc32": [f"{value:08x}" for value in file.crc32]} for file in self.files]
+        fields = asdict(self) | {"files": files}
+        return _to_json({"format": FORMAT, "version": VERSION, **fields})
+
+    @classmethod
+    def from_bytes(cls, data: bytes, path: str) -> Manifest:
+        """Parse a manifest.
+
+        Raises:
+            CorruptCheckpointError: it is none, of an unknown version, or names a file outside its directory.
+        """
+        fields = _from_json(data, path)
+        try:
+            failed = fields["failed"]
+            return cls(
+                str(fields["attempt"]),
+                int(fields["rank"]),
+                int(fields["world_size"]),
+                str(fields["tag"]),
+                tuple(_file_record(entry) for entry in fields["files"]),
+                float(fields["written_at"]),
+                None if failed is None else Failure(**failed),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise CorruptCheckpointError(f"{path}: not a manifest: {error!r}", path) from error
+
+
+@dataclass(frozen=True, slots=True)
+class CommitRecord:
+    """All ranks' parts are there.
+
+    Attributes:
+        nbytes: bytes of all files of all ranks.
+        committed_at: Unix time.
+        manifest_crc32: CRC-32 of each rank's manifest, by rank.
+    """
+
+    attempt: str
+    tag: str
+    world_size: int
+    nbytes: int
+    num_files: int
+    committed_at: float
+    manifest_crc32: tuple[int, ...]
+
+    def to_bytes(self) -> bytes:
+        crcs = [f"{value:08x}" for value in self.manifest_crc32]
+        return _to_json({"format": FORMAT, "version": VERSION, **asdict(self), "manifest_crc32": crcs})
+
+    @classmethod
+    def from_bytes(cls, data: bytes, path: str) -> CommitRecord:
+        """Parse a commit record. Raises CorruptCheckpointError."""
+        fields = _from_json(data, path)
+        try:
+            record = cls(
+                str(fields["attempt"]),
+                str(fields["tag"]),
+                int(fields["world_size"]),
+                int(fields["nbytes"]),
+                int(fields["num_files"]),
+                float(fields["committed_at"]),
+                tuple(int(value, 16) for value in fields["manifest_crc32"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise CorruptCheckpointError(f"{path}: not a commit record: {error!r}", path) from error
+        if record.world_size != len(record.manifest_crc32) or os.sep in record.attempt:
+            raise CorruptCheckpointError(f"{path}: {record.world_size} ranks do not fit its manifests", path)
+        return record
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Something wrong with a checkpoint: where and what; `offset` where it is one place of a file."""
+
+    path: str
+    message: str
+    offset: int | None = None
+
+
+def attempt_directory(directory: str, attempt: str) -> str:
+    return os.path.join(directory, METADATA_NAME, attempt)
+
+
+def commit_path(directory: str) -> str:
+    return os.path.join(directory, METADATA_NAME, COMMIT_NAME)
+
+
+def manifest_path(directory: str, attempt: str, rank: int) -> str:
+    return os.path.join(attempt_directory(directory, attempt), f"rank-{rank:05d}.json")
+
+
+def read_bytes(path: str) -> bytes | None:
+    """The bytes of a small file, None when there is none (or another host has just replaced it).
+
+    Raises:
+        StorageError: it cannot be read for another reason.
+    """
+    with storage_errors("read", path):
+        try:
+            with open(path, "rb") as file:
+                return file.read()
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE):
+                return None
+            raise
+
+
+def read_latest(directory: str) -> str | None:
+    """The tag that the ``latest`` file of a folder of checkpoints names, None where there is none."""
+    data = read_bytes(os.path.join(directory, LATEST_NAME))
+    return None if data is None else os.fsdecode(data).strip()
+
+
+def has_attempts(directory: str) -> bool:
+    """Whether this package has ever begun a checkpoint in this very folder, complete or not."""
+    try:
+        with os.scandir(os.path.join(directory, METADATA_NAME)) as entries:
+            return any(entry.is_dir() or entry.name == COMMIT_NAME for entry in entries)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
+def read_commit(directory: str) -> CommitRecord | None:
+    """The commit record of a checkpoint directory, None when it is not committed.
+
+    Raises:
+        CorruptCheckpointError: there is something else in its place.
+    """
+    path = commit_path(directory)
+    data = read_bytes(path)
+    return None if data is None else CommitRecord.from_bytes(data, path)
+
+
+def read_manifest(directory: str, attempt: str, rank: int) -> tuple[Manifest, int] | None:
+    """A rank's manifest and the CRC-32 of its bytes, None while there is none. Raises CorruptCheckpointError."""
+    path = manifest_path(directory, attempt, rank)
+    data = read_bytes(path)
+    return None if data is None else (Manifest.from_bytes(data, path), crc32(data))
+
+
+def write_manifest(directory: str, manifest: Manifest) -> None:
+    """Write a rank's manifest durably. Raises StorageError."""
+    write_atomically(manifest_path(directory, manifest.attempt, manifest.rank), manifest.to_bytes())
+
+
+def write_aborted(directory: str, attempt: str, ranks: Mapping[int, str]) -> None:
+    """Record rank 0's decision not to commit, with the cause by rank. Raises StorageError."""
+    causes = {str(rank): cause for rank, cause in ranks.items()}
+    data = _to_json({"format": FORMAT, "version": VERSION, "ranks": causes})
+    write_atomically(os.path.join(attempt_directory(directory, attempt), ABORTED_NAME), data)
+
+
+def read_aborted(directory: str, attempt: str) -> dict[int, str] | None:
+    """The cause by rank when rank 0 decided not to commit, None otherwise. Raises CorruptCheckpointError."""
+    path = os.path.join(attempt_directory(directory, attempt), ABORTED_NAME)
+    data = read_bytes(path)
+    if data is None:
+        return None
+    try:
+        return {int(rank): str(cause) for rank, cause in _from_json(data, path)["ranks"].items()}
+    except (KeyError, AttributeError, ValueError) as error:
+        raise CorruptCheckpointError(f"{path}: not a record of an abort: {error!r}", path) from error
+
+
+def committed_files(directory: str) -> dict[str, FileRecord]:
+    """The files of a committed checkpoint by name; empty when it is not committed.
+
+    Raises:
+        CorruptCheckpointError: a manifest is missing, damaged, or not the one that was committed.
+    """
+    record = read_commit(directory)
+    if record is None:
+        return {}
+    return {file.name: file for manifest in _manifests(directory, record) for file in manifest.files}
+
+
+def check(directory: str) -> list[Problem]:
+    """What is wrong with a checkpoint as far as names and sizes tell; empty when nothing is. Reads no tensor."""
+    try:
+        record = read_commit(directory)
+        if record is None:
+            return [Problem(directory, f"not a complete checkpoint: no {METADATA_NAME}/{COMMIT_NAME}")]
+        files = [file for manifest in _manifests(directory, record) for file in manifest.files]
+    except CorruptCheckpointError as error:
+        return [Problem(error.path, str(error))]
+    problems = list(_check_sizes(directory, files))
+    if len(files) != record.num_files or sum(file.nbytes for file in files) != record.nbytes:
+        problems.append(Problem(commit_path(directory), "number or size of the files differ from the manifests'"))
+    return problems
+
+
+def verify(directory: str) -> list[Problem]:
+    """`check`, and every byte compared with its checksum. Reads the whole checkpoint."""
+    problems = check(directory)
+    wrong = {problem.path for problem in problems}
+    try:
+        files = committed_files(directory)
+    except CorruptCheckpointError:
+        return problems
+    for file in files.values():
+        if os.path.join(directory, file.name) not in wrong:
+            problems.extend(_verify_file(directory, file))
+    return problems
+
+
+def _manifests(directory: str, record: CommitRecord) -> Iterator[Manifest]:
+    for rank, expected in enumerate(record.manifest_crc32):
+        path = manifest_path(directory, record.attempt, rank)
+        found = read_manifest(directory, record.attempt, rank)
+        if found is None:
+            raise CorruptCheckpointError(f"{path}: the manifest of rank {rank} is missing", path)
+        manifest, value = found
+        if value != expected:
+            raise CorruptCheckpointError(f"{path}: CRC-32 {value:08x}, committed with {expected:08x}", path)
+        yield manifest
+
+
+def _check_sizes(directory: str, files: Iterable[FileRecord]) -> Iterator[Problem]:
+    for file in files:
+        path = os.path.join(directory, file.name)
+        try:
+            nbytes = os.stat(path).st_size
+        except FileNotFoundError:
+            yield Problem(path, "the file is missing")
+            continue
+        if nbytes != file.nbytes:
+            yield Problem(path, f"the file has {nbytes} bytes, expected {file.nbytes}", min(nbytes, file.nbytes))
+
+
+def _verify_file(directory: str, file: FileRecord) -> Iterator[Problem]:
+    path = os.path.join(directory, file.name)
+    for index, expected in enumerate(file.crc32):
+        begin = index * file.slab_nbytes
+        end = min(begin + file.slab_nbytes, file.nbytes)
+        value = 0
+        try:
+            for chunk in read_chunks(path, begin, end, _READ_BYTES):
+                value = crc32(chunk, value)
+        except StorageError as error:
+            yield Problem(path, str(error), begin)
+            return
+        if value != expected:
+            message = f"bytes {begin} to {end} have CRC-32 {value:08x}, expected {expected:08x}"
+            yield Problem(path, message, begin)
+
+
+def _file_record(entry: dict[str, Any]) -> FileRecord:
+    name, nbytes, slab_nbytes = str(entry["name"]), int(entry["nbytes"]), int(entry["slab_nbytes"])
+    values = tuple(int(value, 16) for value in entry["crc32"])
+    if not name or os.path.isabs(name) or any(part in ("", ".", "..") for part in name.split("/")):
+        raise ValueError(f"{name!r} is no name inside the checkpoint")
+    if nbytes < 0 or slab_nbytes <= 0 or len(values) != -(-nbytes // slab_nbytes):
+        raise ValueError(f"{name!r}: {len(values)} checksums do not cover {nbytes} bytes in pieces of {slab_nbytes}")
+    return FileRecord(name, nbytes, slab_nbytes, values)
+
+
+def _to_json(fields: dict[str, Any]) -> bytes:
+    return (json.dumps(fields, indent=1) + "\n").encode("ascii")
+
+
+def _from_json(data: bytes, path: str) -> dict[str, Any]:
+    try:
+        fields = json.loads(data)
+    except ValueError as error:
+        raise CorruptCheckpointError(f"{path}: not JSON: {error}", path) from error
+    if not isinstance(fields, dict) or fields.get("format") != FORMAT:
+        raise CorruptCheckpointError(f"{path}: not a record of datastates", path)
+    if fields.get("version") != VERSION:
+        message = f"{path}: version {fields.get('version')!r} of the record, this release reads version {VERSION}"
+        raise CorruptCheckpointError(message, path)
+    return fields

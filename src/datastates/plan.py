@@ -1,0 +1,138 @@
+"""The byte image of a checkpoint file, known before any byte of a tensor moves.
+
+A format turns a state into a `FilePlan`: which bytes stand where. Nothing here reads a tensor, touches a
+file, or knows a format. The image is cut into slabs of the *file*, not of tensors, so a tensor may be larger
+than the host cache, and thousands of small ones share one slab.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A byte range of the file and where its bytes come from.
+
+    Attributes:
+        begin: offset of the first byte from the start of the file.
+        nbytes: length, more than zero.
+        source: the literal bytes, or a tensor of which the row-major elements are the bytes. A tensor source
+            is a detached alias: it keeps the memory alive but follows no rebinding of ``.data``. It may have
+            any strides; ``begin`` is a multiple of its item size. Its device is any but ``meta``.
+        fqn: dotted name of the leaf for messages; empty for headers and the like.
+        version: ``tensor._version`` at ``save()``, -1 where it has none (literal bytes, inference tensors).
+    """
+
+    begin: int
+    nbytes: int
+    source: bytes | bytearray | memoryview | torch.Tensor
+    fqn: str = ""
+    version: int = -1
+
+    @property
+    def end(self) -> int:
+        return self.begin + self.nbytes
+
+    @property
+    def is_literal(self) -> bool:
+        return isinstance(self.source, (bytes, bytearray, memoryview))
+
+
+@dataclass(frozen=True, slots=True)
+class Seal:
+    """Four bytes that the flusher fills in, once it has seen the bytes they cover.
+
+    The CRC-32 (zlib's polynomial, little endian) of the file's bytes ``[begin, end)`` is stored at ``offset``.
+    ``offset >= end`` always, so that a flusher that meets the slabs in file order needs no second pass. No
+    range may cover another seal's four bytes.
+    """
+
+    offset: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The part of a segment that falls into one slab."""
+
+    segment: Segment
+    segment_begin: int
+    slab_begin: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SlabPlan:
+    """One slab of the image: ``[begin, begin + nbytes)`` of the file and the pieces that fill it.
+
+    Bytes that no piece covers are zero. Pieces are in ascending order and do not overlap.
+    """
+
+    index: int
+    begin: int
+    nbytes: int
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FilePlan:
+    """All bytes of one file.
+
+    Attributes:
+        format: name of the format, ``"torch"`` or ``"safetensors"``.
+        nbytes: size of the file.
+        segments: ascending, disjoint, none empty. Gaps between them are zero bytes.
+        seals: ascending by offset.
+        eager_end: every segment whose source may change before the fence lies in ``[0, eager_end)``;
+            ``save()`` returns only when the image is staged up to here. Zero when all such bytes are literal.
+    """
+
+    format: str
+    nbytes: int
+    segments: tuple[Segment, ...]
+    seals: tuple[Seal, ...] = ()
+    eager_end: int = 0
+    _begins: list[int] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_begins", [segment.begin for segment in self.segments])
+        end = 0
+        for segment in self.segments:
+            if segment.begin < end or segment.nbytes <= 0:
+                raise ValueError(f"segment {segment.fqn!r} at {segment.begin} overlaps the one before or is empty")
+            end = segment.end
+        if end > self.nbytes or self.eager_end > self.nbytes:
+            raise ValueError(f"segments end at {end}, beyond the file's {self.nbytes} bytes")
+
+    def num_slabs(self, slab_bytes: int) -> int:
+        return -(-self.nbytes // slab_bytes)
+
+    def slab(self, index: int, slab_bytes: int) -> SlabPlan:
+        """The slab with the given index when the file is cut every ``slab_bytes``."""
+        begin = index * slab_bytes
+        end = min(begin + slab_bytes, self.nbytes)
+        if not 0 <= begin < end:
+            raise IndexError(f"slab {index} of a file of {self.num_slabs(slab_bytes)} slabs")
+        first = max(bisect.bisect_right(self._begins, begin) - 1, 0)
+        return SlabPlan(index, begin, end - begin, tuple(self._pieces(first, begin, end)))
+
+    def slabs(self, slab_bytes: int) -> Iterator[SlabPlan]:
+        for index in range(self.num_slabs(slab_bytes)):
+            yield self.slab(index, slab_bytes)
+
+    def _pieces(self, first: int, begin: int, end: int) -> Iterator[Piece]:
+        for position in range(first, len(self.segments)):
+            segment = self.segments[position]
+            if segment.begin >= end:
+                return
+            piece_begin, piece_end = max(segment.begin, begin), min(segment.end, end)
+            if piece_begin < piece_end:
+                yield Piece(segment, piece_begin - segment.begin, piece_begin - begin, piece_end - piece_begin)

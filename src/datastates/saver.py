@@ -1,0 +1,425 @@
+"""The whole life of a save: plan, stage, flush, commit.
+
+A `Saver` belongs to one rank. It owns the host cache, the stager and the flusher process, and knows two kinds
+of saves: a *checkpoint* (files of several ranks that become visible together) and a *lone file*.
+"""
+
+from __future__ import annotations
+
+import atexit
+import concurrent.futures
+import enum
+import logging
+import os
+import threading
+import weakref
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from datastates import formats
+from datastates.captures import Captures, EagerBudget
+from datastates.config import CheckpointConfig
+from datastates.copier import pin, unpin
+from datastates.errors import ClosedError, WaitTimeoutError
+from datastates.events import EventLog, Listener, now
+from datastates.fence import Fence
+from datastates.flusher.client import CommitResult, FlusherClient, FlushFile
+from datastates.host_cache import HostCache
+from datastates.stager import Stager, StagingJob
+from datastates.state import IsEager, default_is_eager
+
+if TYPE_CHECKING:
+    from datastates.plan import FilePlan
+
+logger = logging.getLogger(__name__)
+
+class LifeCycle(enum.Enum):
+    OPEN = "open"
+    CLOSING = "closing"
+    CLOSED = "closed"
+
+
+@dataclass(frozen=True, slots=True)
+class SaveHandle:
+    """One saved file.
+
+    Attributes:
+        path: its final, absolute path.
+        nbytes: its size.
+        staged: done when the state may be changed (device tensors: when their bytes are on the host).
+        committed: done when the file is durable and visible under its final name; for a file of a checkpoint, when
+            the whole checkpoint is committed.
+    """
+
+    path: str
+    nbytes: int
+    staged: Future[None]
+    committed: Future[CommitResult]
+
+
+@dataclass(slots=True, eq=False)
+class Attempt:
+    """One attempt to save a checkpoint, or a lone file.
+
+    Attributes:
+        name: unique for all runs, equal on all ranks; part of temporary names.
+        path: the checkpoint's folder, or the lone file.
+        directory: the checkpoint's folder; None for a lone file.
+        tag: what the checkpoint is called; the content of ``latest``.
+        update_latest: whether ``latest`` shall name it once it is committed.
+    """
+
+    name: str
+    path: str
+    directory: str | None
+    tag: str
+    update_latest: bool
+    begin: float = field(default_factory=now)
+    blocked_seconds: float = 0.0
+    nbytes: int = 0
+    committed: Future[CommitResult] = field(default_factory=Future)
+    error: BaseException | None = None
+
+
+class Saver:
+    """Saves states of one rank lazily. Thread safe; refuses to work in a forked child."""
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        run_id: str,
+        listener: Listener | None = None,
+        forgiving: bool = False,
+    ) -> None:
+        """Make the host cache and start the flusher process; blocks for some milliseconds.
+
+        With ``fast_cache_init`` off it blocks until the cache's memory is really reserved. Where CUDA is in use
+        the cache is pinned in the background.
+
+        Args:
+            config: the settings.
+            rank: this process's rank.
+            world_size: number of ranks that take part in every checkpoint.
+            run_id: equal on all ranks of this run, unlike in any other run.
+            listener: receives event records.
+            forgiving: a checkpoint that commits makes up for earlier failures: these are in the log, but are not
+                raised any more.
+
+        Raises:
+            HostCacheError: the memory is not there.
+            FlusherDiedError: the flusher process does not start.
+        """
+        self._config = config
+        self._rank = rank
+        self._run_id = run_id
+        self._forgiving = forgiving
+        self._owner = os.getpid()
+        self._lock = threading.RLock()  # protects the fields up to _failures
+        self._life = LifeCycle.OPEN
+        self._num_checkpoints = 0
+        self._num_lone_files = 0
+        self._staging: list[tuple[str, Future[None]]] = []
+        self._unsettled: list[Attempt] = []
+        self._failures: list[BaseException] = []
+        self._budget = EagerBudget(config.eager_budget_bytes)
+        self.events = EventLog(rank, config.events_dir, listener)
+        self._cache = HostCache(config.host_cache_bytes, config.slab_nbytes)
+        self._pinner: threading.Thread | None = None
+        self._pinned = False
+        try:
+            self._client = FlusherClient(
+                self._cache.descriptor,
+                self._cache.nbytes,
+                rank=rank,
+                world_size=world_size,
+                run_id=run_id,
+                on_slab_free=self._cache.release,
+                events=self.events,
+                num_writers=config.num_writers,
+                commit_timeout_seconds=config.commit_timeout_seconds,
+                grace_seconds=config.grace_seconds,
+            )
+        except BaseException:
+            self._cache.close()
+            self.events.close()
+            raise
+        self._stager: Stager[FlushFile] = Stager(self._cache, self._client, self.events, self._on_lost)
+        self.fence = Fence(self._stager.copier, self.events)
+        self._attempt_by_job: weakref.WeakKeyDictionary[StagingJob[FlushFile], Attempt] = weakref.WeakKeyDictionary()
+        self._prepare_cache()
+        atexit.register(self._close_at_exit)
+
+    @property
+    def flusher_pid(self) -> int:
+        return self._client.pid
+
+    @property
+    def is_open(self) -> bool:
+        return self._life is LifeCycle.OPEN and os.getpid() == self._owner
+
+    def begin(self, directory: str, tag: str, *, update_latest: bool) -> Attempt:
+        """Begin a checkpoint of all ranks in ``directory``. Every rank calls it, in the same order."""
+        self._check_open()
+        with self._lock:
+            self._num_checkpoints += 1
+            name = f"{self._run_id}-{self._num_checkpoints:06d}"
+        directory = os.path.abspath(directory)
+        return Attempt(name, directory, directory, tag, update_latest)
+
+    def save(
+        self,
+        state: object,
+        path: str,
+        *,
+        attempt: Attempt | None = None,
+        is_eager: IsEager | None = None,
+    ) -> SaveHandle:
+        """Save a state as one file; returns before its large tensors are copied.
+
+        Copied before it returns: Python objects, tensors up to ``eager_bytes`` and those that ``is_eager`` names.
+        All other tensors must not be changed before the fence is closed (by an optimizer's step, or `wait_staged`).
+        Blocks for copies only where eager tensors exceed ``eager_budget_bytes``.
+
+        Args:
+            state: nested containers of tensors and Python objects.
+            path: the file's final path; folders are made. Its suffix chooses the format unless the config does.
+            attempt: the checkpoint it belongs to; None: a lone file, visible as soon as it is durable.
+            is_eager: says of (fqn, tensor) that it may change before the fence, whatever its size.
+
+        Raises:
+            StateError: the state cannot be saved; nothing was written.
+            ClosedError: the saver is closed, or belongs to another process.
+        """
+        self._check_open()
+        begin = now()
+        path = os.path.abspath(path)
+        captures = Captures(self._budget)
+        by_size = default_is_eager(self._config.eager_bytes)
+        plan = formats.plan(
+            state,
+            formats.format_for(path, self._config.format),
+            captures.capture,
+            by_size if is_eager is None else (lambda fqn, tensor: by_size(fqn, tensor) or is_eager(fqn, tensor)),
+        )
+        lone = attempt is None
+        attempt = attempt or self._lone_attempt(path)
+        eager_nbytes = captures.nbytes
+        handle = self._submit(plan, path, attempt, captures)
+        if lone:
+            self._follow(attempt, self._client.publish(attempt.name))
+        end = now()
+        attempt.blocked_seconds += end - begin
+        attempt.nbytes += plan.nbytes
+        self.events.record("save", begin, end, path=path, nbytes=plan.nbytes, eager_nbytes=eager_nbytes)
+        return handle
+
+    def commit(self, attempt: Attempt) -> Future[CommitResult]:
+        """Say that this rank's part of a checkpoint has no further files. Returns at once.
+
+        The checkpoint is committed when every rank has said so and all bytes are durable.
+        """
+        self._check_open()
+        if attempt.directory is None:
+            raise ValueError("a lone file is committed by save()")
+        future = self._client.commit(
+            attempt.name, attempt.directory, step_or_tag=attempt.tag, update_latest=attempt.update_latest
+        )
+        self._follow(attempt, future)
+        return attempt.committed
+
+    def abort(self, attempt: Attempt, cause: str) -> None:
+        """Drop a checkpoint that was begun: its files vanish, the other ranks learn the cause."""
+        self._client.abort(attempt.name, cause)
+
+    def wait_staged(self, timeout: float | None = None) -> None:
+        """Block until every save so far is in the host cache, or lost. Raises WaitTimeoutError.
+
+        From then on the state may be changed, and the death of this process does not lose it.
+        """
+        deadline = _Deadline(timeout)
+        with self._lock:
+            staging = list(self._staging)
+        self.fence.close(timeout)
+        for path, staged in staging:
+            deadline.wait(staged, f"{path}: not staged")
+
+    def settle(self, timeout: float | None = None) -> None:
+        """Block until every save so far is committed or has failed; failures are left for `raise_failure`.
+
+        Raises:
+            WaitTimeoutError: not settled within ``timeout`` seconds.
+        """
+        deadline = _Deadline(timeout)
+        self.wait_staged(timeout)
+        with self._lock:
+            unsettled = list(self._unsettled)
+        for attempt in unsettled:
+            deadline.wait(attempt.committed, f"{attempt.path}: not committed")
+
+    def wait_committed(self, timeout: float | None = None) -> None:
+        """Block until every save so far is committed; includes `wait_staged`.
+
+        Raises:
+            DataStatesError: the first failure that has not been raised yet; all of them are in the log.
+            WaitTimeoutError: not settled within ``timeout`` seconds.
+        """
+        self.settle(timeout)
+        self.raise_failure()
+
+    def raise_failure(self) -> None:
+        """Raise the first background failure that has not been raised yet, and forget the others (they are logged)."""
+        with self._lock:
+            failures, self._failures = self._failures, []
+        if failures:
+            raise failures[0]
+
+    def is_pending(self, path: str) -> bool:
+        """Whether a save to this file, or to its checkpoint's folder, is not settled yet."""
+        path = os.path.abspath(path)
+        with self._lock:
+            return any(path == attempt.path or path.startswith(attempt.path + os.sep) for attempt in self._unsettled)
+
+    def close(self, timeout: float | None = None) -> None:
+        """Finish all saves, end the flusher, give the memory back; idempotent; blocks until durable.
+
+        In a forked child it does nothing: the saver belongs to the parent.
+
+        Raises:
+            DataStatesError: the first failure that nobody has been told of.
+            WaitTimeoutError: not done within ``timeout`` seconds; the flusher goes on by itself.
+        """
+        if os.getpid() != self._owner:
+            return
+        with self._lock:
+            if self._life is not LifeCycle.OPEN:
+                return
+            self._life = LifeCycle.CLOSING
+        deadline = _Deadline(timeout)
+        try:
+            self._stager.close(deadline.left())
+            self.wait_committed(deadline.left())
+        finally:
+            self._shut_down(deadline.left())
+
+    def _close_at_exit(self) -> None:
+        """Finish what is in flight when the interpreter ends without `close`; a failure goes to stderr."""
+        self.close(self._config.close_timeout_seconds)
+
+    def _shut_down(self, timeout: float | None) -> None:
+        atexit.unregister(self._close_at_exit)
+        self.fence.remove()
+        try:
+            self._client.close(timeout)
+        finally:
+            if self._pinner is not None:
+                self._pinner.join()
+            if self._pinned:
+                unpin(self._cache.memory)
+            self._cache.close()
+            self.events.close()
+            self._life = LifeCycle.CLOSED
+
+    def _check_open(self) -> None:
+        if os.getpid() != self._owner:
+            raise ClosedError(
+                f"this saver belongs to process {self._owner}; a forked child ({os.getpid()}) cannot save through it"
+            )
+        if self._life is not LifeCycle.OPEN:
+            raise ClosedError(f"the saver is {self._life.value}: nothing more can be saved through it")
+
+    def _prepare_cache(self) -> None:
+        reserved = self._client.prefault()
+        if not self._config.fast_cache_init:
+            reserved.result()
+        if self._config.pin_host_cache and torch.cuda.is_available():
+            self._pinner = threading.Thread(
+                target=self._pin, args=(reserved, torch.cuda.current_device()), name="datastates-pinner", daemon=True
+            )
+            self._pinner.start()
+            if not self._config.fast_cache_init:
+                self._pinner.join()
+
+    def _pin(self, reserved: Future[None], device_index: int) -> None:
+        reserved.result()
+        torch.cuda.set_device(device_index)
+        self._pinned = pin(self._cache.memory)
+
+    def _lone_attempt(self, path: str) -> Attempt:
+        with self._lock:
+            self._num_lone_files += 1
+            name = f"{self._run_id}-r{self._rank}-{self._num_lone_files:06d}"
+        return Attempt(name, path, None, "", False)
+
+    def _submit(self, plan: FilePlan, path: str, attempt: Attempt, captures: Captures) -> SaveHandle:
+        file = self._client.open_file(path, plan.nbytes, self._cache.slab_bytes, plan.seals, attempt.name)
+        job: StagingJob[FlushFile] = StagingJob(plan, file, path, lambda: file.error is not None)
+        job.staged.add_done_callback(lambda _: captures.release())
+        self._attempt_by_job[job] = attempt
+        entry = (path, job.staged)
+        with self._lock:
+            self._staging.append(entry)
+        job.staged.add_done_callback(lambda _: self._forget_staging(entry))
+        self.fence.add(job)
+        self._stager.submit(job)
+        job.wait_eager(self._stager.copier)
+        return SaveHandle(path, plan.nbytes, job.staged, attempt.committed)
+
+    def _forget_staging(self, entry: tuple[str, Future[None]]) -> None:
+        with self._lock:
+            self._staging.remove(entry)
+
+    def _on_lost(self, job: StagingJob[FlushFile], error: BaseException) -> None:
+        attempt = self._attempt_by_job.get(job)
+        if attempt is not None and job.file.error is None:
+            attempt.error = error
+            self._client.abort(attempt.name, str(error))
+
+    def _follow(self, attempt: Attempt, future: Future[CommitResult]) -> None:
+        with self._lock:
+            self._unsettled.append(attempt)
+        future.add_done_callback(lambda done: self._settle(attempt, done))
+
+    def _settle(self, attempt: Attempt, done: Future[CommitResult]) -> None:
+        error = attempt.error or done.exception()
+        with self._lock:
+            self._unsettled.remove(attempt)
+            if error is not None:
+                self._failures.append(error)
+            elif self._forgiving:
+                self._failures.clear()
+        if error is not None:
+            logger.error("save lost, nothing earlier is harmed: %s: %s", attempt.path, error)
+            attempt.committed.set_exception(error)
+            return
+        seconds = now() - attempt.begin
+        logger.info(
+            "committed %s: %.3f GiB of this rank, blocked %.4f s, durable after %.2f s (%.2f GiB/s)",
+            attempt.path,
+            attempt.nbytes / 2**30,
+            attempt.blocked_seconds,
+            seconds,
+            attempt.nbytes / 2**30 / seconds,
+        )
+        attempt.committed.set_result(done.result())
+
+
+class _Deadline:
+    """A time limit that several waits share."""
+
+    def __init__(self, timeout: float | None) -> None:
+        self._timeout = timeout
+        self._end = None if timeout is None else now() + timeout
+
+    def left(self) -> float | None:
+        return None if self._end is None else max(self._end - now(), 0.0)
+
+    def wait(self, future: Future[Any], what: str) -> None:
+        """Wait until the future is done, whatever its outcome."""
+        if concurrent.futures.wait([future], self.left()).not_done:
+            raise WaitTimeoutError(f"{what} within {self._timeout} s")

@@ -1,0 +1,138 @@
+"""Several ranks, each with a flusher of its own, commit one checkpoint together or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from datastates.errors import CommitError, StorageError
+from datastates.manifest import committed_files, read_commit, verify
+from flusher.rig import SLAB, TIMEOUT, Rig, eventually, faulty, image_of, partials
+
+IMAGES = [image_of(3 * SLAB + rank, rank) for rank in range(2)]
+
+
+@contextlib.contextmanager
+def ranks(*options: dict[str, object], world_size: int = 2) -> Iterator[list[Rig]]:
+    with contextlib.ExitStack() as stack:
+        yield [
+            stack.enter_context(Rig(rank=rank, world_size=world_size, **(options[rank] if options else {})))
+            for rank in range(world_size)
+        ]
+
+
+def test_both_parts_make_a_checkpoint(tmp_path: Path) -> None:
+    directory = tmp_path / "s1"
+    with ranks() as rigs:
+        rigs[0].save(directory / "f0", IMAGES[0])
+        first = rigs[0].commit(directory)
+        late = rigs[1].open(directory / "sub" / "f1", IMAGES[1])
+        second = rigs[1].commit(directory)
+        manifest = directory / ".datastates" / "a-1" / "rank-00000.json"
+        eventually(manifest.exists, "rank 0 is durable")
+        assert not first.done() and not (tmp_path / "latest").exists()
+        eventually(lambda: len(partials(directory)) == 2, "rank 1 has begun")
+        assert not (directory / "f0").exists()
+        rigs[1].send(late, IMAGES[1])
+        results = [future.result(TIMEOUT) for future in (first, second)]
+    assert results[0] == results[1]
+    assert results[0].nbytes == sum(map(len, IMAGES)) and results[0].num_files == 2
+    assert (directory / "f0").read_bytes() == IMAGES[0]
+    assert (directory / "sub" / "f1").read_bytes() == IMAGES[1]
+    assert set(committed_files(str(directory))) == {"f0", "sub/f1"}
+    assert (tmp_path / "latest").read_bytes() == b"step"
+    assert verify(str(directory)) == []
+
+
+def test_a_rank_without_files(tmp_path: Path) -> None:
+    with ranks() as rigs:
+        rigs[1].save(tmp_path / "s1" / "f", IMAGES[1])
+        futures = [rig.commit(tmp_path / "s1", latest=False) for rig in rigs]
+        assert {future.result(TIMEOUT).num_files for future in futures} == {1}
+    assert verify(str(tmp_path / "s1")) == []
+    assert not (tmp_path / "latest").exists()
+
+
+def test_a_failed_rank_is_named(tmp_path: Path) -> None:
+    rule = {"call": "fsync", "then": "EIO", "only": "", "first": 1, "times": 1}
+    with ranks({}, {"command": faulty(json.dumps([rule]))}) as rigs:
+        for rank, rig in enumerate(rigs):
+            rig.save(tmp_path / "s1" / f"f{rank}", IMAGES[rank])
+        futures = [rig.commit(tmp_path / "s1") for rig in rigs]
+        assert isinstance(futures[1].exception(TIMEOUT), StorageError)
+        error = futures[0].exception(TIMEOUT)
+        assert isinstance(error, CommitError)
+        assert list(error.ranks) == [1] and "Input/output error" in str(error)
+    assert partials(tmp_path) == [] and not (tmp_path / "latest").exists()
+
+
+def test_an_abort_of_one_rank_reaches_the_other(tmp_path: Path) -> None:
+    with ranks() as rigs:
+        rigs[1].save(tmp_path / "s1" / "f1", IMAGES[1])
+        waiting = rigs[1].commit(tmp_path / "s1")
+        eventually((tmp_path / "s1" / ".datastates" / "a-1" / "rank-00001.json").exists, "rank 1 is durable")
+        rigs[0].client.abort("a-1", "torn", str(tmp_path / "s1"))
+        error = waiting.exception(TIMEOUT)
+        assert isinstance(error, CommitError) and error.ranks == {0: "torn"}
+    assert partials(tmp_path) == []
+
+
+def test_a_promised_part_is_not_taken_back(tmp_path: Path) -> None:
+    with ranks() as rigs:
+        file = rigs[0].open(tmp_path / "s1" / "f0", IMAGES[0])
+        rigs[1].save(tmp_path / "s1" / "f1", IMAGES[1])
+        futures = [rig.commit(tmp_path / "s1") for rig in rigs]
+        eventually((tmp_path / "s1" / ".datastates" / "a-1" / "rank-00001.json").exists, "rank 1 is durable")
+        rigs[1].client.abort("a-1", "too late")
+        rigs[0].send(file, IMAGES[0])
+        for future in futures:
+            future.result(TIMEOUT)
+    assert verify(str(tmp_path / "s1")) == []
+
+
+def test_a_missing_rank_is_not_waited_for_for_ever(tmp_path: Path) -> None:
+    with ranks({"commit_timeout_seconds": 0.05}, {}) as rigs:
+        rigs[0].save(tmp_path / "s1" / "f0", IMAGES[0])
+        error = rigs[0].commit(tmp_path / "s1").exception(TIMEOUT)
+        assert isinstance(error, CommitError) and list(error.ranks) == [1]
+        assert partials(tmp_path) == []
+        rigs[1].save(tmp_path / "s1" / "f1", IMAGES[1])
+        late = rigs[1].commit(tmp_path / "s1").exception(TIMEOUT)
+        assert isinstance(late, CommitError) and "within 0.05 s" in str(late)
+    assert partials(tmp_path) == []
+
+
+def test_commits_keep_their_order(tmp_path: Path) -> None:
+    with Rig() as rig:
+        slow = rig.open(tmp_path / "s1" / "f", IMAGES[0], "a-1")
+        first = rig.commit(tmp_path / "s1", "a-1", "s1")
+        rig.save(tmp_path / "s2" / "f", IMAGES[1], "a-2").durable.result(TIMEOUT)
+        second = rig.commit(tmp_path / "s2", "a-2", "s2")
+        assert not second.done() and read_commit(str(tmp_path / "s2")) is None
+        rig.send(slow, IMAGES[0])
+        first.result(TIMEOUT)
+        second.result(TIMEOUT)
+    assert (tmp_path / "latest").read_text() == "s2"
+
+
+def test_saving_again_keeps_the_old_checkpoint_until_all_are_durable(tmp_path: Path) -> None:
+    directory = tmp_path / "s1"
+    with ranks() as rigs:
+        for attempt in ("a-1", "a-2"):
+            for rank, rig in enumerate(rigs):
+                rig.save(directory / f"f{rank}", IMAGES[rank] + attempt.encode(), attempt)
+            futures = [rigs[0].commit(directory, attempt)]
+            if attempt == "a-2":
+                eventually((directory / ".datastates" / "a-2" / "rank-00000.json").exists, "rank 0 is durable")
+                assert read_commit(str(directory)).attempt == "a-1"
+                assert verify(str(directory)) == []
+            futures.append(rigs[1].commit(directory, attempt))
+            for future in futures:
+                future.result(TIMEOUT)
+    assert verify(str(directory)) == []
+    assert (directory / "f1").read_bytes() == IMAGES[1] + b"a-2"
+    assert read_commit(str(directory)).attempt == "a-2"
+    assert "a-2" in os.listdir(directory / ".datastates")

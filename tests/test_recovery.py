@@ -1,0 +1,182 @@
+"""A directory that a crash left anywhere between two checkpoints holds one of them again afterwards."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from datastates.manifest import (
+    FileRecord,
+    Manifest,
+    check,
+    read_commit,
+    verify,
+    write_aborted,
+    write_manifest,
+)
+from datastates.recovery import AttemptLock, Recovery, clean_leftovers, recover, roll_forward
+from datastates.storage import create_partial, partial_path
+
+OLD = {"f": b"old", "g": b"old"}
+NEW = {"f": b"new", "sub/h": b"newer"}
+
+
+class CutError(Exception):
+    """The process ends here."""
+
+
+def prepare(directory: Path, attempt: str, files: dict[str, bytes], ranks: int = 1) -> list[tuple[Manifest, int]]:
+    """The first phase of an attempt: all ranks durable. The first rank has all files."""
+    folder = directory / ".datastates" / attempt
+    folder.mkdir(parents=True)
+    (folder / "lock").touch()
+    found = []
+    for rank in range(ranks):
+        records = []
+        for name, data in files.items() if rank == 0 else ():
+            path = Path(partial_path(str(directory / name), attempt))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+            records.append(FileRecord(name, len(data), 4096, (zlib.crc32(data),)))
+        manifest = Manifest(attempt, rank, ranks, "tag", tuple(records), float(attempt[-1]))
+        write_manifest(str(directory), manifest)
+        found.append((manifest, zlib.crc32(manifest.to_bytes())))
+    return found
+
+
+def commit(directory: Path, attempt: str, files: dict[str, bytes]) -> None:
+    roll_forward(str(directory), prepare(directory, attempt, files), "tag")
+
+
+def holds(directory: Path, files: dict[str, bytes]) -> bool:
+    return verify(str(directory)) == [] and all((directory / name).read_bytes() == data for name, data in files.items())
+
+
+def left(directory: Path) -> list[str]:
+    return [str(path.relative_to(directory)) for path in directory.rglob(".*.partial")]
+
+
+def cut_after(monkeypatch: pytest.MonkeyPatch, number: int) -> Callable[[], int]:
+    """Let the given number of system calls that change names pass, then end the process."""
+    count = 0
+
+    def guard(original: Callable[..., None]) -> Callable[..., None]:
+        def call(*arguments: object, **options: object) -> None:
+            nonlocal count
+            if count == number:
+                raise CutError
+            count += 1
+            original(*arguments, **options)
+
+        return call
+
+    for name in ("replace", "unlink"):
+        monkeypatch.setattr(os, name, guard(getattr(os, name)))
+    return lambda: count
+
+
+@pytest.mark.parametrize("number", range(7))
+def test_a_cut_anywhere_in_the_second_phase(tmp_path: Path, number: int) -> None:
+    commit(tmp_path, "a-1", OLD)
+    manifests = prepare(tmp_path, "a-2", NEW, ranks=2)
+    with pytest.MonkeyPatch.context() as patch:
+        passed = cut_after(patch, number)
+        try:
+            roll_forward(str(tmp_path), manifests, "tag")
+        except CutError:
+            assert passed() == number
+        else:
+            assert number == 5 + 1  # staged, withdrawn, two renamed, committed
+    (tmp_path / ".datastates" / "a-2" / ".commit.json.tmp").unlink(missing_ok=True)
+    expected = OLD if number == 0 else NEW
+    assert recover(str(tmp_path)) is not Recovery.OWNED
+    assert holds(tmp_path, expected)
+    assert read_commit(str(tmp_path)).attempt == ("a-1" if number == 0 else "a-2")
+    assert left(tmp_path) == []
+    assert recover(str(tmp_path)) is Recovery.NOTHING_TO_DO
+    assert len(os.listdir(tmp_path / ".datastates")) == 2
+
+
+def test_a_first_checkpoint_that_only_lacks_its_record(tmp_path: Path) -> None:
+    prepare(tmp_path, "a-1", NEW, ranks=3)
+    assert recover(str(tmp_path)) is Recovery.ROLLED_FORWARD
+    assert holds(tmp_path, NEW)
+
+
+def test_the_youngest_of_two(tmp_path: Path) -> None:
+    prepare(tmp_path, "a-2", NEW)
+    prepare(tmp_path, "a-1", OLD)
+    assert recover(str(tmp_path)) is Recovery.ROLLED_FORWARD
+    assert holds(tmp_path, NEW) and left(tmp_path) == []
+
+
+@pytest.mark.parametrize("what", ["missing-rank", "failed-rank", "aborted", "short-file", "missing-file"])
+def test_what_is_incomplete_goes(tmp_path: Path, what: str) -> None:
+    commit(tmp_path, "a-1", OLD)
+    prepare(tmp_path, "a-2", NEW, ranks=2)
+    folder = tmp_path / ".datastates" / "a-2"
+    partial = Path(partial_path(str(tmp_path / "f"), "a-2"))
+    if what == "missing-rank":
+        (folder / "rank-00001.json").unlink()
+    elif what == "failed-rank":
+        failure = Manifest("a-2", 1, 2, "tag", (), 1.0, None)
+        data = failure.to_bytes().replace(b'"failed": null', b'"failed": {"message": "disk full"}')
+        (folder / "rank-00001.json").write_bytes(data)
+    elif what == "aborted":
+        write_aborted(str(tmp_path), "a-2", {1: "torn"})
+    elif what == "short-file":
+        partial.write_bytes(b"n")
+    else:
+        partial.unlink()
+    assert recover(str(tmp_path)) is Recovery.CLEANED
+    assert holds(tmp_path, OLD) and left(tmp_path) == []
+    assert sorted(os.listdir(tmp_path / ".datastates")) == ["a-1", "commit.json"]
+
+
+def test_what_a_living_process_owns_stays(tmp_path: Path) -> None:
+    prepare(tmp_path, "a-1", NEW)
+    lock = AttemptLock(str(tmp_path), "a-1")
+    file = create_partial(str(tmp_path / "k"), "a-2", 5)
+    assert recover(str(tmp_path)) is Recovery.OWNED
+    assert sorted(left(tmp_path)) == [".f.a-1.partial", ".k.a-2.partial", "sub/.h.a-1.partial"]
+    assert check(str(tmp_path)) != []
+    lock.release()
+    assert recover(str(tmp_path)) is Recovery.ROLLED_FORWARD
+    assert left(tmp_path) == [".k.a-2.partial"]
+    file.close()
+    assert recover(str(tmp_path)) is Recovery.CLEANED
+    assert left(tmp_path) == [] and holds(tmp_path, NEW)
+
+
+def test_two_may_share_an_attempt(tmp_path: Path) -> None:
+    first, second = AttemptLock(str(tmp_path), "a-1"), AttemptLock(str(tmp_path), "a-1")
+    first.release()
+    first.release()
+    assert recover(str(tmp_path)) is Recovery.OWNED
+    second.release()
+    assert recover(str(tmp_path)) is Recovery.CLEANED
+    assert os.listdir(tmp_path / ".datastates") == []
+
+
+def test_clean_leftovers(tmp_path: Path) -> None:
+    commit(tmp_path / "s1", "a-1", OLD)
+    prepare(tmp_path / "s2", "a-2", NEW)
+    (tmp_path / "s2" / ".datastates" / "a-2" / "rank-00000.json").unlink()
+    commit(tmp_path / "s3", "a-3", OLD)
+    (tmp_path / "s3" / ".f.a-0.partial").write_bytes(b"dead")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / ".f.a-0.partial").touch()
+    (tmp_path / "file").touch()
+    outside = tmp_path.parent / f"{tmp_path.name}-outside"
+    commit(outside, "a-1", OLD)
+    (outside / ".f.a-0.partial").touch()
+    (tmp_path / "link").symlink_to(outside)
+    assert clean_leftovers(str(tmp_path)) == [str(tmp_path / "s2"), str(tmp_path / "s3")]
+    assert holds(tmp_path / "s1", OLD) and holds(tmp_path / "s3", OLD)
+    assert left(tmp_path / "s2") == left(tmp_path / "s3") == []
+    for path in (outside / ".f.a-0.partial", tmp_path / "mine" / ".f.a-0.partial"):
+        path.unlink()  # neither was touched
