@@ -179,7 +179,7 @@ def test_a_full_disk_harms_nothing_and_is_told_by_name(engine, small_disk):
 
 
 def test_what_cannot_be_saved_is_named_before_anything_is_written(engine, tmp_path):
-    with pytest.raises(StateError, match="deep.lock"):
+    with pytest.raises(StateError, match=r"deep\.lock"):
         engine.save({"w": torch.ones(100_000), "deep": {"lock": threading.Lock()}}, str(tmp_path / "state.pt"))
     engine.wait(persist=True)
     assert os.listdir(tmp_path) == []

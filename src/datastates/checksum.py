@@ -12,8 +12,6 @@ from collections.abc import Callable
 
 _POLYNOMIAL = 0xEDB88320
 
-Buffer = bytes | bytearray | memoryview
-
 
 def combine_crc32(first: int, second: int, second_nbytes: int) -> int:
     """CRC-32 of the concatenation of two byte strings from their CRCs, in pure Python.

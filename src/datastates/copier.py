@@ -57,7 +57,7 @@ class HostCopier:
     def ready(self) -> Mark | None:
         return None
 
-    def copy(self, piece: Piece, destination: torch.Tensor, after: Mark | None) -> None:
+    def copy(self, piece: Piece, destination: torch.Tensor, after: Mark | None) -> None:  # noqa: ARG002 - the protocol's
         source = piece.segment.source
         assert isinstance(source, torch.Tensor)  # noqa: S101 - the stager copies literals itself
         copy_range(source, piece.segment_begin, destination, piece.nbytes)
@@ -65,7 +65,7 @@ class HostCopier:
     def mark(self) -> Mark | None:
         return None
 
-    def hold_current_stream(self, mark: Mark) -> None:
+    def hold_current_stream(self, mark: Mark) -> None:  # noqa: ARG002 - the protocol's
         raise TypeError("host copies are done when they return: there is nothing to wait for")
 
 
@@ -121,7 +121,7 @@ def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def row_blocks(source: torch.Tensor, first: int, last: int, limit: int) -> Iterator[torch.Tensor]:
-    """Views that together are the row-major elements ``[first, last)``, in order, of at most ``limit`` elements each."""
+    """Views that together are the row-major elements ``[first, last)`` in order, each of at most ``limit`` elements."""
     if first == last:
         return
     if source.dim() == 0:
@@ -154,7 +154,8 @@ def pin(memory: torch.Tensor) -> bool:
     """
     if not torch.cuda.is_available():
         return False
-    error = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    error = runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
     if int(error) == 0:
         return True
     logger.warning(
@@ -168,6 +169,7 @@ def pin(memory: torch.Tensor) -> bool:
 
 def unpin(memory: torch.Tensor) -> None:
     """Undo a successful `pin`; the memory must not be in use by any copy."""
-    error = torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    error = runtime.cudaHostUnregister(memory.data_ptr())
     if int(error) != 0:
         logger.warning("the driver could not unregister the host cache (cudaHostUnregister: %s)", error)

@@ -62,7 +62,7 @@ class HostCache:
             raise HostCacheError(
                 f"host cache of {self.nbytes / 2**30:.2f} GiB cannot be made: {error}; lower host_cache_size"
             ) from error
-        # The tensor holds the mapping, and every view of it does: memory is unmapped when the last one goes, not before.
+        # The tensor and every view of it hold the mapping: memory is unmapped when the last of them goes.
         self._memory: torch.Tensor | None = torch.frombuffer(mapping, dtype=torch.uint8)
         self._condition = threading.Condition()  # protects _free and _closed
         self._free = list(range(0, self.nbytes, slab_bytes))[::-1]  # a stack: slabs in use stay few and warm

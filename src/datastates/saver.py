@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+
 class LifeCycle(enum.Enum):
     OPEN = "open"
     CLOSING = "closing"

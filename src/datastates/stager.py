@@ -96,8 +96,9 @@ class StagingJob(Generic[FileT]):
         torn = tuple(s.fqn for s in self.plan.segments if s.version >= 0 and _version(s.source) != s.version)
         if torn:
             raise TornSnapshotError(
-                f"{self.path}: {len(torn)} tensors changed between save() and their copy, first {torn[0]!r}: the save was "
-                "dropped, nothing torn is published. Call wait() before changing the state outside of an optimizer's step",
+                f"{self.path}: {len(torn)} tensors changed between save() and their copy, first {torn[0]!r}: the save "
+                "was dropped, nothing torn is published. Call wait() before changing the state outside of an "
+                "optimizer's step",
                 torn,
             )
 

@@ -2,7 +2,7 @@
 
 A file is made under a partial name in its final directory, its space reserved, written at given positions,
 cut to length, made durable and only then renamed. Every system call that the flusher makes on storage is made
-here or in `manifest`.
+here or in `recovery`.
 
 A partial file is locked (``flock``) by the process that makes it, for as long as that process lives: a
 leftover of which the lock can be taken belongs to nobody. Where a file system knows no locks, nothing is ever

@@ -37,7 +37,9 @@ class Ranks:
             with log.open("w") as output:
                 command = [sys.executable, str(script), *map(str, arguments)]
                 self.processes.append(
-                    subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+                    subprocess.Popen(
+                        command, env=env, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
+                    )
                 )
 
     def log(self) -> str:

@@ -44,7 +44,11 @@ def read_without_datastates(folder: Path) -> int:
 def test_overlapping_saves_tags_and_reloading(tmp_path):
     with run_ranks(WORKER, "overlap", tmp_path, folder=tmp_path) as ranks:
         log = ranks.wait()
-    for line in ("save_16bit_model is on disk when it returns", "load_checkpoint drains", "an existing tag is replaced"):
+    for line in (
+        "save_16bit_model is on disk when it returns",
+        "load_checkpoint drains",
+        "an existing tag is replaced",
+    ):
         assert log.count(f"ok {line}") == 2, log
 
 

@@ -34,7 +34,7 @@ LAZY_KEYS = frozenset({"module", "optimizer", "optimizer_state_dict", "frozen_pa
 """Top-level keys of DeepSpeed's files whose tensors change in the optimizer's step only. What stands under any other
 key came from the user (client_state) or from parts that may change at any time, and is copied in ``save()``."""
 
-_MARK = "_datastates_original"
+_MARK = "_is_of_datastates"
 
 
 def repair() -> None:
@@ -45,9 +45,10 @@ def repair() -> None:
     """
     if "get_commit_info" not in vars(DataStatesCheckpointEngine):
         for method in (create, save, commit, cleanup):
-            _replace(DataStatesCheckpointEngine, method.__name__, lambda _, new=method: new)
+            _replace(DataStatesCheckpointEngine, method)
     for wrap in (save_checkpoint, load_checkpoint, _take_model_step, destroy):
-        _replace(DeepSpeedEngine, wrap.__name__, wrap)
+        if not hasattr(getattr(DeepSpeedEngine, wrap.__name__), _MARK):
+            _replace(DeepSpeedEngine, wrap(getattr(DeepSpeedEngine, wrap.__name__)))
 
 
 def engine_of(engine: DeepSpeedEngine) -> CheckpointEngine | None:
@@ -158,13 +159,9 @@ def destroy(original: Callable[..., Any]) -> Callable[..., Any]:
 # ------------------------------------------------------------------------------------------------- details
 
 
-def _replace(owner: type, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    original = getattr(owner, name)
-    if hasattr(original, _MARK):
-        return
-    replacement = wrap(original)
-    setattr(replacement, _MARK, original)
-    setattr(owner, name, replacement)
+def _replace(owner: type, replacement: Callable[..., Any]) -> None:
+    setattr(replacement, _MARK, True)
+    setattr(owner, replacement.__name__, replacement)
 
 
 def _argument(args: tuple[Any, ...], kwargs: Mapping[str, Any], position: int, name: str, default: Any) -> Any:
@@ -181,7 +178,9 @@ def _eager_rule(state_dict: Any, adapter: DeepSpeedCheckpointEngine) -> IsEager:
     """What of one of DeepSpeed's files may change before the optimizer's step."""
     volatile: frozenset[int] = getattr(adapter, "volatile_storages", frozenset())
     is_mapping = isinstance(state_dict, Mapping)
-    buffers = frozenset(f"module.{name}" for name in (state_dict.get("buffer_names") or ())) if is_mapping else frozenset()
+    buffers = (
+        frozenset(f"module.{name}" for name in (state_dict.get("buffer_names") or ())) if is_mapping else frozenset()
+    )
     has_user_keys = is_mapping and "ds_version" in state_dict
 
     def is_eager(fqn: str, tensor: torch.Tensor) -> bool:
