@@ -194,6 +194,7 @@ def test_a_changed_tensor_loses_the_save_by_name(engine, tmp_path):
     os.kill(first, signal.SIGCONT)
     with pytest.raises(DataStatesError, match="weights"):
         engine.wait(persist=True)
+    engine.close()
     assert os.listdir(tmp_path) == []
 
 

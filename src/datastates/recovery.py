@@ -34,6 +34,7 @@ from datastates.storage import (
     open_locked,
     partial_attempt,
     partial_path,
+    remove_leftovers,
     remove_orphan,
     storage_errors,
     try_lock,
@@ -170,17 +171,29 @@ def recover(directory: str) -> Recovery:
 def clean_leftovers(save_directory: str) -> list[str]:
     """Recover every checkpoint directory directly below `save_directory`; final files are never touched.
 
+    A directory whose job died before it had asked for a commit holds partial files and no record: those files are
+    removed, too, unless their owner lives.
+
     Returns:
         The directories in which something was finished or removed.
+
+    Raises:
+        StorageError: the file system refuses.
+        CorruptCheckpointError: a commit record is damaged; directories that come later were not looked at.
     """
     changed = []
     with storage_errors("list", save_directory):
         names = sorted(os.listdir(save_directory))
     for name in names:
         directory = os.path.join(save_directory, name)
-        if os.path.islink(directory) or not os.path.isdir(os.path.join(directory, METADATA_NAME)):
+        if os.path.islink(directory) or not os.path.isdir(directory):
             continue
-        if recover(directory) in (Recovery.ROLLED_FORWARD, Recovery.CLEANED):
+        if os.path.isdir(os.path.join(directory, METADATA_NAME)):
+            is_changed = recover(directory) in (Recovery.ROLLED_FORWARD, Recovery.CLEANED)
+        else:
+            with storage_errors("clean", directory):
+                is_changed = bool(remove_leftovers(directory))
+        if is_changed:
             changed.append(directory)
     return changed
 

@@ -192,23 +192,22 @@ def _eager_rule(state_dict: Any, adapter: DeepSpeedCheckpointEngine) -> IsEager:
 
 
 def _recover(engine: DeepSpeedEngine, load_dir: str, tag: Any) -> None:
-    """Rank 0 completes what an earlier run left between two renames; then every rank checks for itself."""
-    if tag is None and not engine.load_universal_checkpoint():
-        tag = manifest.read_latest(load_dir)
-    if tag is None:
-        _barrier()
-        return
-    directory = os.path.join(load_dir, str(tag))
-    if not distributed.is_initialized() or distributed.get_rank() == 0:
+    """Rank 0 completes or removes what an earlier run left behind; then every rank checks for itself.
+
+    Raises:
+        CheckpointNotFoundError: the checkpoint to load was never completed.
+        CorruptCheckpointError: its record is damaged.
+    """
+    if os.path.isdir(load_dir) and (not distributed.is_initialized() or distributed.get_rank() == 0):
         try:
-            recovery.recover(directory)
+            for directory in recovery.clean_leftovers(load_dir):
+                logger.info("%s: an earlier run was interrupted here; what it left was completed or removed", directory)
         except (DataStatesError, OSError) as error:
             # The check below says on every rank what is wrong; raising here would leave the others in the barrier.
-            logger.warning("%s: an interrupted commit could not be completed: %s", directory, error)
-    _barrier()
-    check_committed(os.path.join(directory, "mp_rank_00_model_states.pt"))
-
-
-def _barrier() -> None:
+            logger.warning("%s: what an interrupted run left could not be cleaned up: %s", load_dir, error)
     if distributed.is_initialized() and distributed.get_world_size() > 1:
         distributed.barrier()
+    if tag is None and not engine.load_universal_checkpoint():
+        tag = manifest.read_latest(load_dir)
+    if tag is not None:
+        check_committed(os.path.join(load_dir, str(tag), "mp_rank_00_model_states.pt"))
