@@ -142,11 +142,15 @@ def test_what_a_living_process_owns_stays(tmp_path: Path) -> None:
     lock = AttemptLock(str(tmp_path), "a-1")
     file = create_partial(str(tmp_path / "k"), "a-2", 5)
     assert recover(str(tmp_path)) is Recovery.OWNED
-    assert sorted(left(tmp_path)) == [".f.a-1.partial", ".k.a-2.partial", "sub/.h.a-1.partial"]
+    assert sorted(left(tmp_path)) == [
+        ".f.a-1.datastates.partial",
+        ".k.a-2.datastates.partial",
+        "sub/.h.a-1.datastates.partial",
+    ]
     assert check(str(tmp_path)) != []
     lock.release()
     assert recover(str(tmp_path)) is Recovery.ROLLED_FORWARD
-    assert left(tmp_path) == [".k.a-2.partial"]
+    assert left(tmp_path) == [".k.a-2.datastates.partial"]
     file.close()
     assert recover(str(tmp_path)) is Recovery.CLEANED
     assert left(tmp_path) == [] and holds(tmp_path, NEW)
@@ -167,16 +171,18 @@ def test_clean_leftovers(tmp_path: Path) -> None:
     prepare(tmp_path / "s2", "a-2", NEW)
     (tmp_path / "s2" / ".datastates" / "a-2" / "rank-00000.json").unlink()
     commit(tmp_path / "s3", "a-3", OLD)
-    (tmp_path / "s3" / ".f.a-0.partial").write_bytes(b"dead")
+    (tmp_path / "s3" / ".f.a-0.datastates.partial").write_bytes(b"dead")
     (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / ".f.a-0.partial").touch()
+    (tmp_path / "mine" / ".model.bin.partial").touch()  # somebody else's
+    (tmp_path / "s4").mkdir()
+    (tmp_path / "s4" / ".f.a-0.datastates.partial").touch()  # the job died before it had asked for a commit
     (tmp_path / "file").touch()
     outside = tmp_path.parent / f"{tmp_path.name}-outside"
     commit(outside, "a-1", OLD)
-    (outside / ".f.a-0.partial").touch()
+    (outside / ".f.a-0.datastates.partial").touch()
     (tmp_path / "link").symlink_to(outside)
-    assert clean_leftovers(str(tmp_path)) == [str(tmp_path / "s2"), str(tmp_path / "s3")]
+    assert clean_leftovers(str(tmp_path)) == [str(tmp_path / name) for name in ("s2", "s3", "s4")]
     assert holds(tmp_path / "s1", OLD) and holds(tmp_path / "s3", OLD)
-    assert left(tmp_path / "s2") == left(tmp_path / "s3") == []
-    for path in (outside / ".f.a-0.partial", tmp_path / "mine" / ".f.a-0.partial"):
+    assert left(tmp_path / "s2") == left(tmp_path / "s3") == left(tmp_path / "s4") == []
+    for path in (outside / ".f.a-0.datastates.partial", tmp_path / "mine" / ".model.bin.partial"):
         path.unlink()  # neither was touched

@@ -24,8 +24,8 @@ def aligned(data: bytes) -> memoryview:
 
 
 def test_partial_names(tmp_path: Path) -> None:
-    assert storage.partial_path("/d/f.pt", "run-1") == "/d/.f.pt.run-1.partial"
-    assert storage.partial_attempt(".f.pt.run-1.partial") == "run-1"
+    assert storage.partial_path("/d/f.pt", "run-1") == "/d/.f.pt.run-1.datastates.partial"
+    assert storage.partial_attempt(".f.pt.run-1.datastates.partial") == "run-1"
     for name in ("f.pt", ".f.partial", "f.run-1.partial", ".f.run-1.partial.x"):
         assert storage.partial_attempt(name) is None
     assert storage.is_attempt("run_1-000002")
@@ -39,7 +39,7 @@ def test_a_file_is_invisible_until_it_is_published(tmp_path: Path, data: bytes) 
     if data:
         file.write(aligned(data), 0)
     file.make_durable()
-    assert os.listdir(path.parent) == [".f.x-1.partial"]
+    assert os.listdir(path.parent) == [".f.x-1.datastates.partial"]
     file.publish()
     file.remove()
     assert path.read_bytes() == data
@@ -61,7 +61,7 @@ def test_a_partial_file_is_locked_by_its_owner(tmp_path: Path) -> None:
     file.close()
     (tmp_path / ".other").touch()
     assert storage.remove_leftovers(str(tmp_path), "g") == []
-    assert storage.remove_leftovers(str(tmp_path), "f") == [str(tmp_path / ".f.x-1.partial")]
+    assert storage.remove_leftovers(str(tmp_path), "f") == [str(tmp_path / ".f.x-1.datastates.partial")]
     assert os.listdir(tmp_path) == [".other"]
 
 
@@ -70,12 +70,12 @@ def test_a_file_system_without_locks_has_no_leftovers(tmp_path: Path, monkeypatc
         raise OSError(errno.ENOLCK, "no locks")
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    (tmp_path / ".f.x-1.partial").touch()
+    (tmp_path / ".f.x-1.datastates.partial").touch()
     assert storage.remove_leftovers(str(tmp_path)) == []
     file = storage.create_partial(str(tmp_path / "g"), "x-1", 3)
     file.remove()
-    assert os.listdir(tmp_path) == [".f.x-1.partial"]
-    os.unlink(tmp_path / ".f.x-1.partial")
+    assert os.listdir(tmp_path) == [".f.x-1.datastates.partial"]
+    os.unlink(tmp_path / ".f.x-1.datastates.partial")
 
 
 def test_an_owned_file_is_not_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

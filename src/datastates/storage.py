@@ -29,7 +29,7 @@ BLOCK_BYTES = 4096
 _LOCK_TIMEOUT_SECONDS = 5.0  # a killed owner's locks vanish once the kernel has closed its files
 _RETRY_SECONDS = 0.01
 _DIRECTORY_TRIES = 20  # with _RETRY_SECONDS doubled up to 0.5 s: a directory made by another host shows up
-_PARTIAL_NAME = re.compile(r"\.(?P<name>.+)\.(?P<attempt>[A-Za-z0-9_-]+)\.partial", re.DOTALL)
+_PARTIAL_NAME = re.compile(r"\.(?P<name>.+)\.(?P<attempt>[A-Za-z0-9_-]+)\.datastates\.partial", re.DOTALL)
 _ATTEMPT = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 _NO_PREALLOCATION = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.EBADF}
@@ -55,7 +55,7 @@ def is_attempt(text: str) -> bool:
 def partial_path(path: str, attempt: str) -> str:
     """Where the file is made: a dot-name beside it, so that no pattern for final names finds it."""
     directory, name = os.path.split(path)
-    return os.path.join(directory, f".{name}.{attempt}.partial")
+    return os.path.join(directory, f".{name}.{attempt}.datastates.partial")
 
 
 def partial_attempt(name: str) -> str | None:

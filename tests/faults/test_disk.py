@@ -169,7 +169,7 @@ def test_aborted_before_and_after_commit(tmp_path: Path) -> None:
 def test_a_leftover_of_the_same_target_is_replaced(tmp_path: Path) -> None:
     directory = tmp_path / "s1"
     directory.mkdir()
-    (directory / ".f.old-7.partial").write_bytes(b"dead")
+    (directory / ".f.old-7.datastates.partial").write_bytes(b"dead")
     (directory / "f").write_bytes(b"final")
     (directory / "f").chmod(0o444)
     (directory / ".datastates").mkdir()
