@@ -17,6 +17,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "src" / "datastates"
 LEVELS = {
     # 0: vocabulary
     "errors": 0,
+    "life_cycle": 0,
     "events": 0,
     "config": 0,
     "checksum": 0,
@@ -47,7 +48,18 @@ LEVELS = {
 """Level of each module and package below ``datastates``; a package's holds for all of its modules. An import may
 point to the same level, but never in a circle. ``datastates`` itself is above all: its names resolve on first use."""
 
-LIGHT = ("datastates", "errors", "events", "config", "checksum", "storage", "manifest", "recovery", "flusher")
+LIGHT = (
+    "datastates",
+    "errors",
+    "life_cycle",
+    "events",
+    "config",
+    "checksum",
+    "storage",
+    "manifest",
+    "recovery",
+    "flusher",
+)
 """What the flusher process may import. It must start in tens of milliseconds and weigh a few MiB."""
 
 HEAVY = {"torch", "numpy"}

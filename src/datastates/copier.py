@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 
-from datastates.copying import copy_range, is_flat
+from datastates.copying import copy_range, is_flat, row_blocks
 from datastates.plan import Piece
 
 logger = logging.getLogger(__name__)
@@ -104,39 +104,17 @@ class DeviceCopier:
 def device_blocks(source: torch.Tensor, begin: int, nbytes: int) -> Iterator[torch.Tensor]:
     """Bytes ``[begin, begin + nbytes)`` of the row-major elements of a device tensor, as flat uint8 tensors in order.
 
-    A flat tensor is one block, without a copy. Others are gathered on the device, at most `DEVICE_BLOCK_BYTES` at a
-    time. The range must hold whole elements.
+    Flat parts are views. Others are gathered on the device, at most `DEVICE_BLOCK_BYTES` at a time. The range must
+    hold whole elements.
     """
     item = source.element_size()
-    if is_flat(source):
-        yield _flat_bytes(source)[begin : begin + nbytes]
-        return
     for block in row_blocks(source, begin // item, (begin + nbytes) // item, max(DEVICE_BLOCK_BYTES // item, 1)):
-        yield _flat_bytes(block.resolve_conj().resolve_neg().contiguous())
+        yield _flat_bytes(block if is_flat(block) else block.resolve_conj().resolve_neg().contiguous())
 
 
 def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a contiguous tensor as flat uint8; unlike ``reshape``, whatever the stride of a single element."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-
-
-def row_blocks(source: torch.Tensor, first: int, last: int, limit: int) -> Iterator[torch.Tensor]:
-    """Views that together are the row-major elements ``[first, last)`` in order, each of at most ``limit`` elements."""
-    if first == last:
-        return
-    if source.dim() == 0:
-        yield source
-        return
-    row = source.numel() // source.shape[0]
-    first_row, skipped = divmod(first, row)
-    if skipped or last - first < row or row > limit:  # a part of one row, or a row that is too long, then the rest
-        end = min(last, (first_row + 1) * row)
-        yield from row_blocks(source[first_row], skipped, end - first_row * row, limit)
-        yield from row_blocks(source, end, last, limit)
-        return
-    last_row = min(last // row, first_row + limit // row)
-    yield source[first_row:last_row]
-    yield from row_blocks(source, last_row * row, last, limit)
 
 
 def copier_for(device: torch.device) -> Copier:

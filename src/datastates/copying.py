@@ -8,6 +8,7 @@ releases the GIL), strided ones in blocks that ATen copies on the calling thread
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 
 import torch
 
@@ -100,36 +101,38 @@ def _copy_part(source: torch.Tensor, begin: int, end: int, pointer: int) -> None
 
 
 def _copy_elements(source: torch.Tensor, first: int, last: int, pointer: int) -> None:
-    """Copy elements ``[first, last)`` in row-major order, recursing over dimension 0."""
+    """Copy elements ``[first, last)`` in row-major order."""
+    for block in row_blocks(source, first, last, BLOCK_ELEMENTS):
+        if is_flat(block):
+            ctypes.memmove(pointer, block.data_ptr(), block.nbytes)
+        else:
+            _copy_block(block, pointer)
+        pointer += block.numel() * block.itemsize
+
+
+def row_blocks(source: torch.Tensor, first: int, last: int, limit: int) -> Iterator[torch.Tensor]:
+    """Views that together are the row-major elements ``[first, last)``, in order.
+
+    Each is flat (see `is_flat`), or has at most ``limit`` elements. Works on tensors of any device; copies nothing.
+    """
     if first == last:
         return
     if is_flat(source):
-        ctypes.memmove(pointer, source.data_ptr() + first * source.itemsize, (last - first) * source.itemsize)
+        yield source.as_strided((source.numel(),), (1,))[first:last]
         return
     if source.dim() == 0:
-        _copy_block(source, pointer)
+        yield source
         return
     row = source.numel() // source.shape[0]
     first_row, skipped = divmod(first, row)
-    if skipped or last - first < row:  # a part of one row, then whatever follows it
+    if skipped or last - first < row or row > limit:  # a part of one row, or a row that is too long, then the rest
         end = min(last, (first_row + 1) * row)
-        _copy_elements(source[first_row], skipped, end - first_row * row, pointer)
-        _copy_elements(source, end, last, pointer + (end - first) * source.itemsize)
+        yield from row_blocks(source[first_row], skipped, end - first_row * row, limit)
+        yield from row_blocks(source, end, last, limit)
         return
-    last_row = last // row
-    _copy_rows(source, first_row, last_row, row, pointer)
-    _copy_elements(source, last_row * row, last, pointer + (last_row * row - first) * source.itemsize)
-
-
-def _copy_rows(source: torch.Tensor, first_row: int, last_row: int, row: int, pointer: int) -> None:
-    row_bytes = row * source.itemsize
-    step = max(BLOCK_ELEMENTS // row, 1)
-    for start in range(first_row, last_row, step):
-        target = pointer + (start - first_row) * row_bytes
-        if row <= BLOCK_ELEMENTS:
-            _copy_block(source[start : min(start + step, last_row)], target)
-        else:
-            _copy_elements(source[start], 0, row, target)
+    last_row = min(last // row, first_row + limit // row)
+    yield source[first_row:last_row]
+    yield from row_blocks(source, last_row * row, last, limit)
 
 
 def _copy_block(source: torch.Tensor, pointer: int) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import concurrent.futures
-import enum
 import logging
 import os
 import threading
@@ -28,6 +27,7 @@ from datastates.events import EventLog, Listener, now
 from datastates.fence import Fence
 from datastates.flusher.client import CommitResult, FlusherClient, FlushFile
 from datastates.host_cache import HostCache
+from datastates.life_cycle import LifeCycle
 from datastates.stager import Stager, StagingJob
 from datastates.state import IsEager, default_is_eager
 
@@ -35,12 +35,6 @@ if TYPE_CHECKING:
     from datastates.plan import FilePlan
 
 logger = logging.getLogger(__name__)
-
-
-class LifeCycle(enum.Enum):
-    OPEN = "open"
-    CLOSING = "closing"
-    CLOSED = "closed"
 
 
 @dataclass(frozen=True, slots=True)

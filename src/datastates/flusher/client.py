@@ -19,8 +19,9 @@ from datastates.flusher.protocol import (
     Publish,
     shortened,
 )
-from datastates.flusher.supervisor import LifeCycle, Supervisor
+from datastates.flusher.supervisor import Supervisor
 from datastates.flusher.work import Attempt, CommitResult, FlushFile, running_future
+from datastates.life_cycle import LifeCycle
 from datastates.plan import Seal
 from datastates.storage import BLOCK_BYTES, is_attempt
 

@@ -11,12 +11,12 @@ import subprocess
 import threading
 from collections import deque
 from dataclasses import replace
-from enum import Enum
 
 from datastates.errors import FlusherDiedError, ProtocolError, WaitTimeoutError
 from datastates.flusher import launch
 from datastates.flusher.ledger import Ledger
 from datastates.flusher.protocol import MAX_MESSAGE_BYTES, Close, Request, decode, encode
+from datastates.life_cycle import LifeCycle
 
 logger = logging.getLogger(__name__)
 
@@ -24,12 +24,6 @@ MAX_DEATHS = 3
 """Deaths of the process, none of which did anything useful, before its work is given up."""
 
 _REAP_SECONDS = 2.0  # between the end of the socket and the end of the process
-
-
-class LifeCycle(Enum):
-    OPEN = "open"
-    CLOSING = "closing"
-    CLOSED = "closed"
 
 
 class Supervisor:
