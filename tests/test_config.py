@@ -44,6 +44,8 @@ def test_every_field_can_be_set_from_the_section():
         "grace_seconds": 0,
         "events_dir": "events",
         "wait_on_save": True,
+        "when_busy": "skip",
+        "verify_staging": True,
     }
     config = from_section({"host_cache_size": 1, **settings})
     assert {name: getattr(config, name) for name in settings} == settings
@@ -114,7 +116,7 @@ def test_unknown_key_names_the_nearest_known_one(key, nearest):
 
 def test_a_key_like_no_other_still_lists_the_known_ones():
     with pytest.raises(
-        ConfigError, match=r"unknown key 7; did you mean .*Known: close_timeout_seconds, .*wait_on_save$"
+        ConfigError, match=r"unknown key 7; did you mean .*Known: close_timeout_seconds, .*when_busy$"
     ):
         from_section({"host_cache_size": 1, 7: 1})
 

@@ -31,6 +31,7 @@ LEVELS = {
     "captures": 2,
     "copier": 2,
     "storage": 2,
+    "verification": 2,
     # 3: the moving parts
     "stager": 3,
     "fence": 3,

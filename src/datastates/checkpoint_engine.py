@@ -49,7 +49,7 @@ class CheckpointEngine:
             deepspeed_config: DeepSpeed's own config object, or a plain mapping: the section itself
                 (``{"host_cache_size": 1}``) or a DeepSpeed config that holds it.
             rank: global rank of this process. With ``torch.distributed`` initialised all its ranks must make their
-                engines together: they agree on an id of the run here, the only collective this class ever calls.
+                engines together: they agree on an id of the run here.
 
         Raises:
             ConfigError: a setting is unknown or wrong.
@@ -73,7 +73,9 @@ class CheckpointEngine:
         return self._saver
 
     def save(self, state_dict: object, path: str, *, is_eager: IsEager | None = None) -> bool:
-        """Save a state to a file; returns True, before the bytes are written.
+        """Save a state to a file; returns before the bytes are written.
+
+        Returns False when nothing is saved because earlier saves are in flight and ``when_busy`` is ``"skip"``.
 
         Args:
             state_dict: nested containers of tensors and Python objects; see `CheckpointEngine` for who may change
@@ -88,8 +90,8 @@ class CheckpointEngine:
         """
         if self._attempt is None:
             self._saver.raise_failure()
-        self._saver.save(state_dict, path, attempt=self._attempt, is_eager=is_eager)
-        return True
+        handle = self._saver.save(state_dict, path, attempt=self._attempt, is_eager=is_eager)
+        return handle.nbytes > 0
 
     def load(self, path: str, map_location: MapLocation = None) -> Any:
         """Load a file, written by this package or by ``torch.save`` or safetensors.
@@ -140,7 +142,9 @@ class CheckpointEngine:
             tag: what ``latest`` beside the folder shall say.
             update_latest: whether to write ``latest`` once the checkpoint is committed.
         """
-        attempt = self._saver.begin(directory, tag, update_latest=update_latest)
+        skip, dropped = self._agree_on_busy()
+        self._saver.drop(dropped, f"{directory} was saved")
+        attempt = self._saver.begin(directory, tag, update_latest=update_latest, skip=skip)
         self._attempt = attempt
         try:
             yield attempt
@@ -150,6 +154,22 @@ class CheckpointEngine:
         finally:
             self._attempt = None
         self._saver.commit(attempt)
+
+    def _agree_on_busy(self) -> tuple[bool, list[str]]:
+        """Whether to skip the next checkpoint, and the attempts to drop for it: the same on all ranks."""
+        policy = self.config.when_busy
+        if policy == "skip":
+            return any(_gather(self._saver.is_busy)), []
+        return False, _gather(self._saver.waiting)[0] if policy == "replace" else []
+
+
+def _gather(value: Any) -> list[Any]:
+    """The value of every rank. With ``torch.distributed`` initialised a collective on the calling thread."""
+    if not (distributed.is_available() and distributed.is_initialized()) or distributed.get_world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(values, value)
+    return values
 
 
 def check_committed(path: str) -> None:

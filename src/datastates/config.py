@@ -25,6 +25,7 @@ KIB, MIB, GIB = 2**10, 2**20, 2**30
 SECTION = "datastates_ckpt"
 EXAMPLE = f'"{SECTION}": {{"host_cache_size": 4}}'
 FORMATS = ("torch", "safetensors")
+WHEN_BUSY = ("queue", "skip", "replace")
 
 DIRECT_IO_BYTES = 4096
 """Offsets and lengths of direct I/O are multiples of this: no logical block in use is larger. Source: open(2)."""
@@ -91,6 +92,16 @@ class CheckpointConfig:
 
     events_dir: str | None = None
     """Directory for event records, one file of JSON lines per rank; None: none are written."""
+
+    when_busy: str = "queue"
+    """What a save does while an earlier checkpoint (or lone file) is not committed yet. ``"queue"``: it follows.
+    ``"skip"``: it is not made. ``"replace"``: it follows, and those are dropped that wait behind the oldest. With the
+    latter two, ranks agree at each checkpoint by a small collective on the calling thread."""
+
+    verify_staging: bool = False
+    """A debugging aid: every lazily copied tensor is read inside ``save()`` and again when the fence closes, and both
+    are compared with what was copied; a checkpoint is asked to commit only then. Finds every write that an open fence
+    did not see, by the tensor's name, at the price of reading the state twice more while the training waits."""
 
     wait_on_save: bool = False
     """True: DeepSpeed's ``save_checkpoint`` returns only when the checkpoint is committed."""
@@ -182,6 +193,8 @@ _RULES: dict[str, _Rule] = {
     "close_timeout_seconds": _SECONDS,
     "grace_seconds": (lambda found: _is_number(found) and found >= 0, "a number of seconds >= 0"),
     "events_dir": (lambda found: found is None or (isinstance(found, str) and found != ""), "a path, or nothing"),
+    "when_busy": (lambda found: found in WHEN_BUSY, '"queue", "skip" or "replace"'),
+    "verify_staging": _BOOL,
     "wait_on_save": _BOOL,
 }
 

@@ -8,7 +8,8 @@
     ├── ClosedError            (RuntimeError)    the object was closed, or belongs to another process
     ├── TornSnapshotError      (RuntimeError)    a tensor changed between save() and its copy
     ├── HostCacheError         (MemoryError)     the host cache cannot be made as large as asked
-    ├── StorageError           (OSError)         a file could not be written; carries path, errno, rank
+    ├── SaveSkippedError       (RuntimeError)    a save was not made, or was dropped, as ``when_busy`` asks
+    ├── StorageError           (OSError)         a file could not be written; carries path, errno, rank, tag
     ├── FlusherDiedError       (RuntimeError)    the flusher process ended and could not be replaced
     ├── ProtocolError          (ValueError)      trainer and flusher do not understand each other
     ├── CommitError            (RuntimeError)    a checkpoint was not committed; names ranks and causes
@@ -69,6 +70,10 @@ class TornSnapshotError(DataStatesError, RuntimeError):
         return str(self.args[0])
 
 
+class SaveSkippedError(DataStatesError, RuntimeError):
+    """A save was not made, or was dropped for a younger one, because earlier ones were in flight (``when_busy``)."""
+
+
 class HostCacheError(DataStatesError, MemoryError):
     """The host cache cannot be made as large as the configuration asks."""
 
@@ -79,18 +84,27 @@ class StorageError(DataStatesError, OSError):
     Attributes:
         errno: the operating system's error number, None where it was not the system's word.
         path: the file or directory concerned.
-        rank: the rank whose part failed.
+        rank: the rank whose part failed, None where no rank is concerned.
+        tag: the checkpoint's, empty for a lone file or where it is not known yet.
     """
 
-    def __init__(self, message: str, errno: int | None = None, path: str = "", rank: int = 0) -> None:
-        super().__init__(message, errno, path, rank)
+    def __init__(
+        self, message: str, errno: int | None = None, path: str = "", rank: int | None = None, tag: str = ""
+    ) -> None:
+        super().__init__(message, errno, path, rank, tag)
         self.message = message
         self.errno = errno
         self.path = path
         self.rank = rank
+        self.tag = tag
 
     def __str__(self) -> str:
-        return self.message
+        where = [] if self.rank is None else [f"rank {self.rank}"]
+        where += [f"checkpoint {self.tag!r}"] if self.tag else []
+        return f"{self.message} ({', '.join(where)})" if where else self.message
+
+    def __reduce__(self) -> tuple[type[StorageError], tuple[object, ...]]:
+        return type(self), (self.message, self.errno, self.path, self.rank, self.tag)
 
 
 class FlusherDiedError(DataStatesError, RuntimeError):
@@ -106,14 +120,16 @@ class CommitError(DataStatesError, RuntimeError):
 
     Attributes:
         ranks: cause by rank, as far as known.
+        tag: the checkpoint's, where it is known.
     """
 
-    def __init__(self, message: str, ranks: Mapping[int, str] | None = None) -> None:
+    def __init__(self, message: str, ranks: Mapping[int, str] | None = None, tag: str = "") -> None:
         self.ranks = dict(ranks or {})
-        super().__init__(message, self.ranks)
+        self.tag = tag
+        super().__init__(message, self.ranks, tag)
 
     def __str__(self) -> str:
-        return str(self.args[0])
+        return f"checkpoint {self.tag!r}: {self.args[0]}" if self.tag else str(self.args[0])
 
 
 class WaitTimeoutError(DataStatesError, TimeoutError):

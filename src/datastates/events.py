@@ -16,6 +16,7 @@ event              what happened between ``begin`` and ``end``; further keys
 ``durable``        from ``save()`` until one file was durable: ``path``, ``nbytes``
 ``committed``      from the first ``save()`` of a checkpoint until it was committed: ``attempt``, ``path``, ``nbytes``
 ``failed``         a file or a checkpoint was lost: ``path``, ``error``
+``skipped``        a save was not made, or dropped, as ``when_busy`` asks: ``path``, ``error``
 =================  =====================================================================================
 """
 

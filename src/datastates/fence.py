@@ -24,13 +24,29 @@ from datastates.stager import StagingJob
 class Fence:
     """Holds back the caller until the jobs added so far need the state no longer. Thread safe."""
 
-    def __init__(self, copiers: Callable[[torch.device], Copier], events: EventLog) -> None:
+    def __init__(
+        self,
+        copiers: Callable[[torch.device], Copier],
+        events: EventLog,
+        before_closed: Callable[[list[StagingJob[Any]]], None] | None = None,
+    ) -> None:
+        """Args:
+        copiers: gives the copier of a device.
+        events: receives the record ``fence``.
+        before_closed: called with the jobs that the fence was closed for, before the caller may go on.
+        """
         self._copiers = copiers
         self._events = events
+        self._before_closed = before_closed
         self._lock = threading.Lock()  # protects _jobs
         self._jobs: list[StagingJob[Any]] = []
         self._owner = os.getpid()
         self._hook = register_optimizer_step_pre_hook(self._before_step)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether something must still be waited for before the state may change."""
+        return bool(self._jobs)
 
     def add(self, job: StagingJob[Any]) -> None:
         with self._lock:
@@ -56,6 +72,8 @@ class Fence:
             if not job.wait_issued(left):
                 raise WaitTimeoutError(f"{job.path}: not staged within {timeout} s")
             job.hold(self._copiers)
+        if self._before_closed is not None:
+            self._before_closed(jobs)
         with self._lock:
             self._jobs = [job for job in self._jobs if job not in jobs]
         self._events.record("fence", begin, now(), num_files=len(jobs))
@@ -65,5 +83,5 @@ class Fence:
         self._hook.remove()
 
     def _before_step(self, *_: Any) -> None:
-        if self._jobs and os.getpid() == self._owner:  # a forked child has copies of the state, and no stager
+        if self.is_open and os.getpid() == self._owner:  # a forked child has copies of the state, and no stager
             self.close()

@@ -29,7 +29,7 @@ from typing import Any
 
 from datastates.checksum import crc32
 from datastates.errors import CorruptCheckpointError, StorageError
-from datastates.storage import read_chunks, storage_errors, write_atomically
+from datastates.storage import patiently, read_chunks, storage_errors, write_atomically
 
 METADATA_NAME = ".datastates"
 COMMIT_NAME = "commit.json"
@@ -188,8 +188,8 @@ def read_bytes(path: str) -> bytes | None:
     """
     with storage_errors("read", path):
         try:
-            with open(path, "rb") as file:
-                return file.read()
+            with patiently(open, path, "rb") as file:
+                return patiently(file.read)
         except OSError as error:
             if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE):
                 return None

@@ -31,10 +31,11 @@ from datastates.storage import (
     fsync_directory,
     is_attempt,
     make_directories,
+    make_names_durable,
     open_locked,
     partial_attempt,
     partial_path,
-    remove_leftovers,
+    patiently,
     remove_orphan,
     storage_errors,
     try_lock,
@@ -99,6 +100,8 @@ def roll_forward(directory: str, manifests: Sequence[tuple[Manifest, int]], tag:
         tuple(value for _, value in manifests),
     )
     staged = os.path.join(folder, COMMIT_NAME)
+    with storage_errors("make durable", folder):
+        make_names_durable([folder])
     write_atomically(staged, record.to_bytes())
     with storage_errors("commit", directory):
         _withdraw(directory, attempt)
@@ -109,7 +112,7 @@ def roll_forward(directory: str, manifests: Sequence[tuple[Manifest, int]], tag:
             folders.add(os.path.dirname(path))
         for name in sorted(folders):
             fsync_directory(name)
-        os.replace(staged, commit_path(directory))
+        patiently(os.replace, staged, commit_path(directory))
         fsync_directory(os.path.join(directory, METADATA_NAME))
     return record
 
@@ -131,10 +134,11 @@ def attempts(directory: str) -> list[str]:
     """The attempts that have a folder in a checkpoint directory."""
     metadata = os.path.join(directory, METADATA_NAME)
     try:
-        names = os.listdir(metadata)
+        entries = patiently(os.scandir, metadata)
     except (FileNotFoundError, NotADirectoryError):
         return []
-    return sorted(name for name in names if is_attempt(name) and os.path.isdir(os.path.join(metadata, name)))
+    with entries:
+        return sorted(entry.name for entry in entries if is_attempt(entry.name) and entry.is_dir(follow_symlinks=False))
 
 
 def recover(directory: str) -> Recovery:
@@ -192,7 +196,7 @@ def clean_leftovers(save_directory: str) -> list[str]:
             is_changed = recover(directory) in (Recovery.ROLLED_FORWARD, Recovery.CLEANED)
         else:
             with storage_errors("clean", directory):
-                is_changed = bool(remove_leftovers(directory))
+                is_changed = _remove_partials(directory, None)
         if is_changed:
             changed.append(directory)
     return changed
@@ -227,7 +231,10 @@ def is_decided(directory: str, attempt: str) -> bool:
     """Whether rank 0 has decided to commit the attempt, or has done so."""
     if os.path.exists(os.path.join(attempt_directory(directory, attempt), COMMIT_NAME)):
         return True
-    record = read_commit(directory)
+    try:
+        record = read_commit(directory)
+    except CorruptCheckpointError:
+        return False  # whatever stands in its place, nobody has decided anything with it
     return record is not None and record.attempt == attempt
 
 
@@ -245,7 +252,11 @@ def complete_manifests(directory: str, attempt: str) -> list[tuple[Manifest, int
 
 
 def _withdraw(directory: str, attempt: str) -> None:
-    """Take back every record but that of the attempt, so that no reader pairs old and new files."""
+    """Take back every record but that of the attempt, so that no reader pairs old and new files.
+
+    A record that went from an attempt's folder to its place may be in both after a power loss, until its first
+    folder is durable, too: that is made sure of here.
+    """
     stale = [
         os.path.join(attempt_directory(directory, other), COMMIT_NAME)
         for other in attempts(directory)
@@ -253,13 +264,14 @@ def _withdraw(directory: str, attempt: str) -> None:
     ]
     for path in [*stale, commit_path(directory)]:
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
+            patiently(os.unlink, path)
+        with contextlib.suppress(FileNotFoundError):  # the folder is gone: its owner has just cleaned up
             fsync_directory(os.path.dirname(path))
 
 
 def _rename(source: str, path: str, nbytes: int) -> None:
     try:
-        os.replace(source, path)
+        patiently(os.replace, source, path)
     except FileNotFoundError as error:
         if _size(path) != nbytes:
             message = f"{path}: neither it nor its partial file has {nbytes} bytes"
@@ -268,7 +280,7 @@ def _rename(source: str, path: str, nbytes: int) -> None:
 
 def _size(path: str) -> int | None:
     try:
-        return os.stat(path).st_size
+        return patiently(os.stat, path).st_size
     except FileNotFoundError:
         return None
 
@@ -278,7 +290,7 @@ def _all_of(directory: str, attempt: str) -> Iterator[bool]:
     """Hold the whole lock of an attempt for the body, if its owners are gone."""
     path = os.path.join(attempt_directory(directory, attempt), LOCK_NAME)
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        descriptor = patiently(os.open, path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     except FileNotFoundError:
         yield False
         return
@@ -299,10 +311,16 @@ def _discard(directory: str, attempt: str) -> bool:
 
 
 def _remove_partials(directory: str, attempt: str | None) -> bool:
-    """Remove partial files of dead owners, of one attempt or of those that have no folder any more."""
+    """Remove partial files of dead owners, of one attempt or of those that have no folder any more.
+
+    Folders inside that are checkpoints themselves are left alone.
+    """
     known = set(attempts(directory)) if attempt is None else set()
     removed = False
     for folder, folders, names in os.walk(directory):
+        if METADATA_NAME in folders and folder != directory:
+            folders.clear()
+            continue
         if METADATA_NAME in folders:
             folders.remove(METADATA_NAME)
         for name in names:

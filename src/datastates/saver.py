@@ -12,6 +12,7 @@ import logging
 import os
 import threading
 import weakref
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -22,14 +23,15 @@ from datastates import formats
 from datastates.captures import Captures, EagerBudget
 from datastates.config import CheckpointConfig
 from datastates.copier import pin, unpin
-from datastates.errors import ClosedError, WaitTimeoutError
+from datastates.errors import ClosedError, SaveSkippedError, TornSnapshotError, WaitTimeoutError
 from datastates.events import EventLog, Listener, now
 from datastates.fence import Fence
 from datastates.flusher.client import CommitResult, FlusherClient, FlushFile
 from datastates.host_cache import HostCache
 from datastates.life_cycle import LifeCycle
-from datastates.stager import Stager, StagingJob
+from datastates.stager import Stager, StagingJob, torn_message
 from datastates.state import IsEager, default_is_eager
+from datastates.verification import SourceCheck
 
 if TYPE_CHECKING:
     from datastates.plan import FilePlan
@@ -65,6 +67,11 @@ class Attempt:
         directory: the checkpoint's folder; None for a lone file.
         tag: what the checkpoint is called; the content of ``latest``.
         update_latest: whether ``latest`` shall name it once it is committed.
+        blocked_seconds: how long the calls that made it took.
+        nbytes: of this rank's files.
+        committed: done when it is committed, or lost for the reason that the future raises.
+        error: why this rank gave it up, before the flusher has confirmed that.
+        is_skipped: nothing is saved for it, because earlier saves are in flight.
     """
 
     name: str
@@ -77,6 +84,7 @@ class Attempt:
     nbytes: int = 0
     committed: Future[CommitResult] = field(default_factory=Future)
     error: BaseException | None = None
+    is_skipped: bool = False
 
 
 class Saver:
@@ -115,13 +123,14 @@ class Saver:
         self._run_id = run_id
         self._forgiving = forgiving
         self._owner = os.getpid()
-        self._lock = threading.RLock()  # protects the fields up to _failures
+        self._lock = threading.RLock()  # protects the fields up to _unverified
         self._life = LifeCycle.OPEN
         self._num_checkpoints = 0
         self._num_lone_files = 0
         self._staging: list[tuple[str, Future[None]]] = []
         self._unsettled: list[Attempt] = []
         self._failures: list[BaseException] = []
+        self._unverified: list[tuple[Attempt, Callable[[], Future[CommitResult]]]] = []
         self._budget = EagerBudget(config.eager_budget_bytes)
         self.events = EventLog(rank, config.events_dir, listener)
         self._cache = HostCache(config.host_cache_bytes, config.slab_nbytes)
@@ -145,7 +154,7 @@ class Saver:
             self.events.close()
             raise
         self._stager: Stager[FlushFile] = Stager(self._cache, self._client, self.events, self._on_lost)
-        self.fence = Fence(self._stager.copier, self.events)
+        self.fence = Fence(self._stager.copier, self.events, self._verify if config.verify_staging else None)
         self._attempt_by_job: weakref.WeakKeyDictionary[StagingJob[FlushFile], Attempt] = weakref.WeakKeyDictionary()
         self._prepare_cache()
         atexit.register(self._close_at_exit)
@@ -158,14 +167,40 @@ class Saver:
     def is_open(self) -> bool:
         return self._life is LifeCycle.OPEN and os.getpid() == self._owner
 
-    def begin(self, directory: str, tag: str, *, update_latest: bool) -> Attempt:
-        """Begin a checkpoint of all ranks in ``directory``. Every rank calls it, in the same order."""
+    @property
+    def is_busy(self) -> bool:
+        """Whether an earlier save is not settled yet."""
+        with self._lock:
+            return bool(self._unsettled)
+
+    @property
+    def waiting(self) -> list[str]:
+        """Names of the attempts that are not settled and not the oldest of those."""
+        with self._lock:
+            return [attempt.name for attempt in self._unsettled[1:]]
+
+    def drop(self, names: Collection[str], cause: str) -> None:
+        """Give up attempts in favour of a younger one; those that are settled meanwhile stay as they are."""
+        with self._lock:
+            dropped = [attempt for attempt in self._unsettled if attempt.name in names and attempt.error is None]
+        for attempt in dropped:
+            attempt.error = SaveSkippedError(f"{attempt.path}: dropped, {cause}")
+            self._give_up(attempt)
+
+    def begin(self, directory: str, tag: str, *, update_latest: bool, skip: bool = False) -> Attempt:
+        """Begin a checkpoint of all ranks in ``directory``. Every rank calls it, in the same order.
+
+        With ``skip`` nothing is saved for it, and its future raises SaveSkippedError.
+        """
         self._check_open()
         with self._lock:
             self._num_checkpoints += 1
             name = f"{self._run_id}-{self._num_checkpoints:06d}"
         directory = os.path.abspath(directory)
-        return Attempt(name, directory, directory, tag, update_latest)
+        attempt = Attempt(name, directory, directory, tag, update_latest, is_skipped=skip)
+        if skip:
+            self._skip(attempt)
+        return attempt
 
     def save(
         self,
@@ -194,20 +229,21 @@ class Saver:
         self._check_open()
         begin = now()
         path = os.path.abspath(path)
-        captures = Captures(self._budget)
-        by_size = default_is_eager(self._config.eager_bytes)
-        plan = formats.plan(
-            state,
-            formats.format_for(path, self._config.format),
-            captures.capture,
-            by_size if is_eager is None else (lambda fqn, tensor: by_size(fqn, tensor) or is_eager(fqn, tensor)),
-        )
-        lone = attempt is None
+        is_lone = attempt is None
         attempt = attempt or self._lone_attempt(path)
+        if attempt.is_skipped:
+            return SaveHandle(path, 0, _done(), attempt.committed)
+        captures = Captures(self._budget)
+        try:
+            plan = self._plan(state, path, captures, is_eager)
+        except BaseException:
+            captures.release()
+            raise
         eager_nbytes = captures.nbytes
         handle = self._submit(plan, path, attempt, captures)
-        if lone:
-            self._follow(attempt, self._client.publish(attempt.name))
+        if is_lone:
+            name = attempt.name
+            self._request(attempt, lambda: self._client.publish(name))
         end = now()
         attempt.blocked_seconds += end - begin
         attempt.nbytes += plan.nbytes
@@ -222,15 +258,20 @@ class Saver:
         self._check_open()
         if attempt.directory is None:
             raise ValueError("a lone file is committed by save()")
-        future = self._client.commit(
-            attempt.name, attempt.directory, step_or_tag=attempt.tag, update_latest=attempt.update_latest
-        )
-        self._follow(attempt, future)
+        directory = attempt.directory
+        if not attempt.is_skipped:
+            self._request(
+                attempt,
+                lambda: self._client.commit(
+                    attempt.name, directory, step_or_tag=attempt.tag, update_latest=attempt.update_latest
+                ),
+            )
         return attempt.committed
 
     def abort(self, attempt: Attempt, cause: str) -> None:
         """Drop a checkpoint that was begun: its files vanish, the other ranks learn the cause."""
-        self._client.abort(attempt.name, cause)
+        if not attempt.is_skipped:
+            self._client.abort(attempt.name, cause, attempt.directory or "")
 
     def wait_staged(self, timeout: float | None = None) -> None:
         """Block until every save so far is in the host cache, or lost. Raises WaitTimeoutError.
@@ -330,6 +371,7 @@ class Saver:
 
     def _prepare_cache(self) -> None:
         reserved = self._client.prefault()
+        reserved.add_done_callback(self._note_prefault)
         if not self._config.fast_cache_init:
             reserved.result()
         if self._config.pin_host_cache and torch.cuda.is_available():
@@ -340,20 +382,51 @@ class Saver:
             if not self._config.fast_cache_init:
                 self._pinner.join()
 
+    def _note_prefault(self, done: Future[None]) -> None:
+        error = done.exception()
+        if error is not None and self._life is LifeCycle.OPEN:
+            logger.error("the host cache could not be reserved: %s", error)
+            with self._lock:
+                self._failures.append(error)
+
     def _pin(self, reserved: Future[None], device_index: int) -> None:
-        reserved.result()
+        concurrent.futures.wait([reserved])
+        if reserved.exception() is not None:
+            return
         torch.cuda.set_device(device_index)
         self._pinned = pin(self._cache.memory)
+
+    def _plan(self, state: object, path: str, captures: Captures, is_eager: IsEager | None) -> FilePlan:
+        by_size = default_is_eager(self._config.eager_bytes)
+        return formats.plan(
+            state,
+            formats.format_for(path, self._config.format),
+            captures.capture,
+            by_size if is_eager is None else (lambda fqn, tensor: by_size(fqn, tensor) or is_eager(fqn, tensor)),
+        )
 
     def _lone_attempt(self, path: str) -> Attempt:
         with self._lock:
             self._num_lone_files += 1
             name = f"{self._run_id}-r{self._rank}-{self._num_lone_files:06d}"
-        return Attempt(name, path, None, "", False)
+        attempt = Attempt(name, path, None, "", False)
+        if self._config.when_busy == "skip" and self.is_busy:
+            attempt.is_skipped = True
+            self._skip(attempt)
+        elif self._config.when_busy == "replace":
+            self.drop(self.waiting, f"{path} was saved")
+        return attempt
+
+    def _skip(self, attempt: Attempt) -> None:
+        error = SaveSkippedError(f"{attempt.path}: not saved, {len(self._unsettled)} earlier saves are in flight")
+        logger.warning("%s", error)
+        self.events.record("skipped", now(), now(), path=attempt.path, error=str(error))
+        attempt.committed.set_exception(error)
 
     def _submit(self, plan: FilePlan, path: str, attempt: Attempt, captures: Captures) -> SaveHandle:
         file = self._client.open_file(path, plan.nbytes, self._cache.slab_bytes, plan.seals, attempt.name)
-        job: StagingJob[FlushFile] = StagingJob(plan, file, path, lambda: file.error is not None)
+        check = SourceCheck(plan) if self._config.verify_staging else None
+        job: StagingJob[FlushFile] = StagingJob(plan, file, path, lambda: file.error is not None, check)
         job.staged.add_done_callback(lambda _: captures.release())
         self._attempt_by_job[job] = attempt
         entry = (path, job.staged)
@@ -372,24 +445,49 @@ class Saver:
     def _on_lost(self, job: StagingJob[FlushFile], error: BaseException) -> None:
         attempt = self._attempt_by_job.get(job)
         if attempt is not None and job.file.error is None:
-            attempt.error = error
-            self._client.abort(attempt.name, str(error))
+            attempt.error = attempt.error or error
+            self._give_up(attempt)
 
-    def _follow(self, attempt: Attempt, future: Future[CommitResult]) -> None:
+    def _give_up(self, attempt: Attempt) -> None:
+        self._client.abort(attempt.name, str(attempt.error), attempt.directory or "")
+
+    def _request(self, attempt: Attempt, ask: Callable[[], Future[CommitResult]]) -> None:
+        """Ask the flusher to make an attempt visible: now, or once the fence has shown that nothing was torn."""
         with self._lock:
             self._unsettled.append(attempt)
-        future.add_done_callback(lambda done: self._settle(attempt, done))
+            if self._config.verify_staging and self.fence.is_open:
+                self._unverified.append((attempt, ask))
+                return
+        self._follow(attempt, ask)
+
+    def _follow(self, attempt: Attempt, ask: Callable[[], Future[CommitResult]]) -> None:
+        ask().add_done_callback(lambda done: self._settle(attempt, done))
+
+    def _verify(self, jobs: list[StagingJob[FlushFile]]) -> None:
+        """Read the sources of the jobs again, then ask for what has been held back for that."""
+        for job in jobs:
+            if job.staged.exception() is None and job.check is not None and (torn := job.check.changed()):
+                self._on_lost(job, TornSnapshotError(torn_message(job.path, torn), torn))
+        with self._lock:
+            verified, self._unverified = self._unverified, []
+        for attempt, ask in verified:
+            self._follow(attempt, ask)
 
     def _settle(self, attempt: Attempt, done: Future[CommitResult]) -> None:
-        error = attempt.error or done.exception()
+        error = done.exception()
+        if error is not None and attempt.error is not None:
+            error = attempt.error  # why it was given up; the flusher only says that it was
         with self._lock:
             self._unsettled.remove(attempt)
-            if error is not None:
+            if isinstance(error, SaveSkippedError):
+                logger.warning("%s", error)
+                self.events.record("skipped", attempt.begin, now(), path=attempt.path, error=str(error))
+            elif error is not None:
                 self._failures.append(error)
+                logger.error("save lost, nothing earlier is harmed: %s: %s", attempt.path, error)
             elif self._forgiving:
                 self._failures.clear()
         if error is not None:
-            logger.error("save lost, nothing earlier is harmed: %s: %s", attempt.path, error)
             attempt.committed.set_exception(error)
             return
         seconds = now() - attempt.begin
@@ -402,6 +500,12 @@ class Saver:
             attempt.nbytes / 2**30 / seconds,
         )
         attempt.committed.set_result(done.result())
+
+
+def _done() -> Future[None]:
+    future: Future[None] = Future()
+    future.set_result(None)
+    return future
 
 
 class _Deadline:

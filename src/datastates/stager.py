@@ -27,6 +27,7 @@ from datastates.errors import ClosedError, TornSnapshotError, WaitTimeoutError
 from datastates.events import EventLog, now
 from datastates.host_cache import HostCache, Slab
 from datastates.plan import FilePlan, Piece, SlabPlan
+from datastates.verification import SourceCheck
 
 logger = logging.getLogger(__name__)
 
@@ -48,9 +49,17 @@ class StagingJob(Generic[FileT]):
         plan: the file's image; emptied of its sources when the job is done.
         staged: done when the stager needs the state no longer. Its exception, if any, says why the file is lost.
         issued: set when all copies have been issued, host copies being complete then.
+        check: takes note of what was copied, None unless the sources are to be read again.
     """
 
-    def __init__(self, plan: FilePlan, file: FileT, path: str, is_lost: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        plan: FilePlan,
+        file: FileT,
+        path: str,
+        is_lost: Callable[[], bool],
+        check: SourceCheck | None = None,
+    ) -> None:
         self.plan = plan
         self.file = file
         self.path = path
@@ -60,6 +69,7 @@ class StagingJob(Generic[FileT]):
         self.marks: dict[torch.device, Mark] = {}
         self.ready: dict[torch.device, Mark | None] = {}
         self.is_lost = is_lost
+        self.check = check
         self._fenced = False
         self._eager_issued = threading.Event()
 
@@ -95,12 +105,7 @@ class StagingJob(Generic[FileT]):
             return
         torn = tuple(s.fqn for s in self.plan.segments if s.version >= 0 and _version(s.source) != s.version)
         if torn:
-            raise TornSnapshotError(
-                f"{self.path}: {len(torn)} tensors changed between save() and their copy, first {torn[0]!r}: the save "
-                "was dropped, nothing torn is published. Call wait() before changing the state outside of an "
-                "optimizer's step",
-                torn,
-            )
+            raise TornSnapshotError(torn_message(self.path, torn), torn)
 
     def finish(self, error: BaseException | None) -> None:
         self.note_issued(self.plan.nbytes, True)
@@ -289,6 +294,9 @@ class Stager(Generic[FileT]):
             self._cache.release(filled.slab.offset)
             self._lose(job, error)
             return
+        if job.check is not None:
+            for piece in filled.plan.pieces:
+                job.check.note(piece, filled.slab.memory)
         self._events.record(
             "stage", filled.begin, now(), path=job.path, index=filled.plan.index, nbytes=filled.plan.nbytes
         )
@@ -301,6 +309,13 @@ class Stager(Generic[FileT]):
         traceback.clear_frames(error.__traceback__)  # whoever keeps the error must not keep slabs and tensors alive
         self._on_lost(job, error)
         job.finish(error)
+
+
+def torn_message(path: str, fqns: tuple[str, ...]) -> str:
+    return (
+        f"{path}: {len(fqns)} tensors changed between save() and their copy, first {fqns[0]!r}: the save was dropped, "
+        "nothing torn is published. Call wait() before changing the state outside of an optimizer's step"
+    )
 
 
 def _version(source: object) -> int:

@@ -1,41 +1,99 @@
 """A flusher process in which system calls misbehave: ``python faulty_flusher.py SPEC SETTINGS``.
 
-SPEC is JSON: a list of rules ``{"call": "pwrite", "then": what, ...}``. A rule counts the calls that it applies
-to and acts from number ``first`` (default 0) for ``times`` calls (default: all that follow). What it does:
+SPEC is JSON: a list of rules ``{"call": "pwrite", "then": what, ...}``, or the path of a file that holds such a list
+and may be replaced at any time (counts begin anew then). A rule counts the calls that it applies to and acts from
+number ``first`` (default 0) for ``times`` calls (default: all that follow). What it does:
 
 - an errno's name: the call fails with it
 - ``"short"``: a write stores only ``nbytes``
 - ``"zero"``: a write stores nothing and says so
 - ``"kill"``: SIGKILL instead of the call
 - ``"killafter"``: SIGKILL after the call
+- ``"hold"``: the call waits until somebody writes to the FIFO ``gate``
 
-``only``: the rule applies only to calls with this text in an argument; ``once``: a path; the rule acts in the
-first process that can create this file, and in no other.
+``call``: a function of `os`, or ``flock``, or ``read`` (a small file is opened for reading). ``only``: the rule applies
+only to calls with this text in an argument; a descriptor counts with the path that it is open for. ``once``: a path;
+the rule acts in the first process that can create this file, and in no other.
+
+With a file of rules the process is impatient: what it would try again for seconds it tries again for milliseconds.
 """
 
 from __future__ import annotations
 
+import builtins
 import errno
+import fcntl
 import json
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
+from datastates import storage
 from datastates.flusher.process import main
 
+CALLS = "open posix_fallocate fstatvfs pwrite ftruncate fsync replace unlink mkdir listdir rmdir fchmod flock read"
+_open, _stat, _close, _readlink = os.open, os.stat, os.close, os.readlink
+_takes_descriptor = {"posix_fallocate", "fstatvfs", "pwrite", "ftruncate", "fsync", "fchmod", "flock"}
 
-def wrap(original: Callable[..., Any], rule: dict[str, Any]) -> Callable[..., Any]:
-    count = 0
 
-    def call(*arguments: Any, **options: Any) -> Any:
-        nonlocal count
-        if rule.get("only", "") not in " ".join(str(argument) for argument in arguments):
-            return original(*arguments, **options)
-        number, count = count, count + 1
+class Rules:
+    """The rules in force and how often each has applied, for all threads."""
+
+    def __init__(self, spec: str) -> None:
+        self._lock = threading.Lock()
+        self._path = spec if spec.startswith("/") else None
+        self._seen: tuple[int, int] | None = None
+        self._rules: list[dict[str, Any]] = [] if self._path else json.loads(spec)
+
+    def match(self, name: str, arguments: tuple[Any, ...]) -> dict[str, Any] | None:
+        """The rule that acts on this call, None when it shall go through."""
+        with self._lock:
+            self._read()
+            return next((rule for rule in self._rules if rule["call"] == name and self._acts(rule, arguments)), None)
+
+    def _read(self) -> None:
+        if self._path is None:
+            return
+        status = _stat(self._path)
+        if self._seen != (status.st_ino, status.st_mtime_ns):
+            self._seen = (status.st_ino, status.st_mtime_ns)
+            descriptor = _open(self._path, os.O_RDONLY)
+            self._rules = json.loads(os.read(descriptor, status.st_size))
+            _close(descriptor)
+
+    def _acts(self, rule: dict[str, Any], arguments: tuple[Any, ...]) -> bool:
+        if "only" in rule and rule["only"] not in text_of(rule["call"], arguments):
+            return False
+        number = rule.get("count", 0)
+        rule["count"] = number + 1
         first = rule.get("first", 0)
-        if not first <= number < first + rule.get("times", sys.maxsize) or not claim(rule):
+        return first <= number < first + rule.get("times", sys.maxsize) and claim(rule)
+
+
+def text_of(name: str, arguments: tuple[Any, ...]) -> str:
+    texts = [str(argument) for argument in arguments]
+    if name in _takes_descriptor:
+        texts.append(_readlink(f"/proc/self/fd/{arguments[0]}"))
+    return " ".join(texts)
+
+
+def claim(rule: dict[str, Any]) -> bool:
+    if "once" not in rule:
+        return True
+    try:
+        _close(_open(rule["once"], os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    return True
+
+
+def wrap(name: str, original: Callable[..., Any], rules: Rules) -> Callable[..., Any]:
+    def call(*arguments: Any, **options: Any) -> Any:
+        rule = rules.match(name, arguments)
+        if rule is None:
             return original(*arguments, **options)
         then = rule["then"]
         if then == "zero":
@@ -43,27 +101,29 @@ def wrap(original: Callable[..., Any], rule: dict[str, Any]) -> Callable[..., An
         if then == "short":
             descriptor, data, offset = arguments
             return original(descriptor, memoryview(data)[: rule["nbytes"]], offset)
+        if then == "hold":
+            _close(_open(rule["gate"], os.O_RDONLY))  # waits for a writer
+            return original(*arguments, **options)
         if then == "killafter":
             original(*arguments, **options)
         if then in ("kill", "killafter"):
             os.kill(os.getpid(), signal.SIGKILL)
         code = getattr(errno, then)
-        raise OSError(code, os.strerror(code))
+        raise OSError(code, os.strerror(code), arguments[0] if isinstance(arguments[0], str) else None)
 
     return call
 
 
-def claim(rule: dict[str, Any]) -> bool:
-    if "once" not in rule:
-        return True
-    try:
-        os.close(os.open(rule["once"], os.O_CREAT | os.O_EXCL))
-    except FileExistsError:
-        return False
-    return True
+def install(rules: Rules) -> None:
+    for name in CALLS.split():
+        owner, attribute = {"flock": (fcntl, "flock"), "read": (builtins, "open")}.get(name, (os, name))
+        setattr(owner, attribute, wrap(name, getattr(owner, attribute), rules))
 
 
 if __name__ == "__main__":
-    for rule in json.loads(sys.argv[1]):
-        setattr(os, rule["call"], wrap(getattr(os, rule["call"]), rule))
+    if sys.argv[1].startswith("/"):
+        storage._RETRY_SECONDS = 0.0005
+        storage._LOCK_TIMEOUT_SECONDS = 0.01
+        storage._DIRECTORY_TRIES = 4
+    install(Rules(sys.argv[1]))
     main(sys.argv[2:])

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 
-from datastates.errors import ClosedError, CommitError
+from datastates.errors import ClosedError, CommitError, StorageError
 from datastates.events import EventLog, now
 from datastates.flusher import launch
 from datastates.flusher.ledger import PREFAULT_BYTES, Ledger
@@ -237,6 +237,8 @@ class FlusherClient:
         if attempt.request is not None:
             raise ValueError(f"attempt {attempt.name} was completed before")
         attempt.request = request
+        if isinstance(attempt.error, (StorageError, CommitError)):
+            attempt.error.tag = attempt.tag  # it came before the tag was known
         if attempt.abort is None and (attempt.error is None or isinstance(request, Publish)):
             self._supervisor.post(request)
         elif isinstance(request, Commit) and (attempt.abort is None or not attempt.abort.directory):

@@ -6,6 +6,7 @@ is the order of arrival; commits are decided strictly in the order in which they
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -17,6 +18,8 @@ from datastates.errors import CorruptCheckpointError, StorageError
 from datastates.flusher.protocol import Abort, Answer, AttemptFailed, Commit, Publish, Settled, shortened
 from datastates.flusher.writer import FileState, IncomingFile, WritePipeline
 from datastates.manifest import (
+    LATEST_NAME,
+    METADATA_NAME,
     CommitRecord,
     Failure,
     Manifest,
@@ -27,10 +30,11 @@ from datastates.manifest import (
     write_manifest,
 )
 from datastates.recovery import AttemptLock, is_decided, remove_superseded, roll_forward
-from datastates.storage import write_atomically
+from datastates.storage import fsync_directory, make_names_durable, partial_path, storage_errors, write_atomically
 
 _FIRST_POLL_SECONDS = 0.01
 _LAST_POLL_SECONDS = 1.0
+_COMMIT_TRIES = 6  # at polls, so within a third of a second
 _ENDED = (FileState.DURABLE, FileState.PUBLISHED, FileState.FAILED)
 
 
@@ -44,6 +48,7 @@ class Attempt:
         deadline: when to give up on the other ranks; set once this rank's manifest is written. From then on
             only rank 0 may decide against the checkpoint.
         manifests: of the ranks that are known to be complete, with the CRC-32 of their bytes.
+        num_failures: of calls that finish the commit, which is decided: they are made again some times.
     """
 
     name: str
@@ -53,6 +58,7 @@ class Attempt:
     lock: AttemptLock | None = None
     deadline: float | None = None
     manifests: dict[int, tuple[Manifest, int]] = field(default_factory=dict)
+    num_failures: int = 0
 
 
 class Committer:
@@ -115,12 +121,20 @@ class Committer:
             except Empty:
                 action = _look_again
                 delay = min(2 * delay, _LAST_POLL_SECONDS)
-            action()
+            self._do(action)
+            with contextlib.suppress(Empty):
+                while True:
+                    self._do(self._inbox.get_nowait())
             for attempt in list(self._order):
+                if not self._inbox.empty():
+                    break  # an abort must not wait until all that could be committed is
                 self._advance(attempt)
-            if action is not _look_again:
-                self._num_done += 1
             self._on_idle()
+
+    def _do(self, action: Callable[[], None]) -> None:
+        action()
+        if action is not _look_again:
+            self._num_done += 1
 
     def _post(self, action: Callable[[], None]) -> None:
         self.num_posted += 1
@@ -224,6 +238,9 @@ class Committer:
     def _promise(self, attempt: Attempt, request: Commit) -> None:
         files = tuple(file.record(os.path.relpath(file.path, attempt.directory)) for file in attempt.files)
         manifest = Manifest(attempt.name, self._rank, self._world_size, request.tag, files, time.time())
+        partials = [partial_path(file.path, attempt.name) for file in attempt.files]
+        with storage_errors("make durable", attempt.directory):
+            make_names_durable(partials, attempt.directory)
         write_manifest(attempt.directory, manifest)
         attempt.deadline = time.monotonic() + self._commit_timeout_seconds
 
@@ -244,7 +261,7 @@ class Committer:
             record = roll_forward(attempt.directory, manifests, request.tag)
         except OSError as error:
             if is_decided(attempt.directory, attempt.name):
-                self._end(attempt, _failure(error, attempt), {})  # the rest can be rolled forward later
+                self._end_or_retry(attempt, error)  # whatever the end, it can be rolled forward later
             else:
                 self._fail(attempt, _failure(error, attempt))
             return
@@ -252,12 +269,15 @@ class Committer:
 
     def _announce(self, attempt: Attempt, request: Commit, record: CommitRecord) -> None:
         """The checkpoint is committed. Rank 0 moves ``latest`` to it and removes what it replaces."""
-        if self._rank == 0 and request.update_latest:
-            pointer = os.path.join(os.path.dirname(attempt.directory), "latest")
+        if self._rank == 0:
+            pointer = os.path.join(os.path.dirname(attempt.directory), LATEST_NAME)
             try:
-                write_atomically(pointer, request.tag.encode("utf-8", "surrogateescape"))
+                with storage_errors("commit", attempt.directory):  # who renamed the record may have failed in this
+                    fsync_directory(os.path.join(attempt.directory, METADATA_NAME))
+                if request.update_latest:
+                    write_atomically(pointer, request.tag.encode("utf-8", "surrogateescape"))
             except StorageError as error:
-                self._end(attempt, _failure(error, attempt), {})
+                self._end_or_retry(attempt, error)
                 return
         if self._rank == 0:
             try:
@@ -265,6 +285,13 @@ class Committer:
             except OSError as error:
                 self._warn(f"leftovers in {attempt.directory} stay: {error}")
         self._settle(attempt, record.nbytes, record.num_files)
+
+    def _end_or_retry(self, attempt: Attempt, error: OSError) -> None:
+        """The commit is decided and cannot be taken back: try again at the next polls, then tell the trainer."""
+        attempt.num_failures += 1
+        attempt.deadline = attempt.deadline or time.monotonic()  # polls, also in a flusher that found the record
+        if attempt.num_failures >= _COMMIT_TRIES:
+            self._end(attempt, _failure(error, attempt), {})
 
     def _collect(self, attempt: Attempt) -> dict[int, str]:
         """Read the manifests that have come; returns the cause by rank of those that failed."""
@@ -291,7 +318,7 @@ class Committer:
         if attempt.directory:
             try:
                 self._tell_others(attempt, failure, causes or {self._rank: text})
-            except StorageError as error:
+            except (StorageError, CorruptCheckpointError) as error:
                 text += f"; the other ranks could not be told: {error}"
         self._end(attempt, Failure(text, failure.errno, failure.path), causes or {})
 

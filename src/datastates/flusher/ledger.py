@@ -181,11 +181,12 @@ class Ledger:
         error: Exception
         if attempt.abort is not None:
             cause = attempt.abort.cause
-            error = CommitError(f"attempt {attempt.name} was aborted: {cause}", {self._rank: cause})
+            error = CommitError(f"attempt {attempt.name} was aborted: {cause}", {self._rank: cause}, attempt.tag)
         elif message.ranks:
-            error = CommitError(message.message, {int(rank): cause for rank, cause in message.ranks.items()})
+            causes = {int(rank): cause for rank, cause in message.ranks.items()}
+            error = CommitError(message.message, causes, attempt.tag)
         else:
-            error = StorageError(message.message, message.errno, message.path, self._rank)
+            error = StorageError(message.message, message.errno, message.path, self._rank, attempt.tag)
         attempt.error = attempt.error or error
         for file in attempt.files:
             self._lose(file, error)
@@ -204,8 +205,9 @@ class Ledger:
         attempt = self.attempts.get(file.attempt)
         if attempt is not None and attempt.abort is not None:
             cause = attempt.abort.cause
-            return CommitError(f"attempt {attempt.name} was aborted: {cause}", {self._rank: cause})
-        error = StorageError(message.message, message.errno, message.path, self._rank)
+            return CommitError(f"attempt {attempt.name} was aborted: {cause}", {self._rank: cause}, attempt.tag)
+        tag = "" if attempt is None else attempt.tag
+        error = StorageError(message.message, message.errno, message.path, self._rank, tag)
         if attempt is not None:
             attempt.error = attempt.error or error
         return error

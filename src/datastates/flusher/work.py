@@ -150,6 +150,10 @@ class Attempt:
         return self.request.directory if isinstance(self.request, Commit) else ""
 
     @property
+    def tag(self) -> str:
+        return self.request.tag if isinstance(self.request, Commit) else ""
+
+    @property
     def path(self) -> str:
         return self.directory or (self.files[0].path if self.files else "")
 
@@ -177,5 +181,4 @@ class Attempt:
             yield self.request
 
     def result(self, nbytes: int, num_files: int) -> CommitResult:
-        tag = self.request.tag if isinstance(self.request, Commit) else ""
-        return CommitResult(self.name, self.path, tag, nbytes, num_files)
+        return CommitResult(self.name, self.path, self.tag, nbytes, num_files)

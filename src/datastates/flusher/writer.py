@@ -26,7 +26,16 @@ from datastates.flusher.protocol import (
 )
 from datastates.manifest import FileRecord
 from datastates.plan import Seal
-from datastates.storage import BLOCK_BYTES, PartialFile, create_partial, partial_path, read_chunks, reopen_partial
+from datastates.storage import (
+    BLOCK_BYTES,
+    PartialFile,
+    create_partial,
+    partial_path,
+    read_chunks,
+    remove_orphan,
+    reopen_partial,
+    storage_errors,
+)
 
 _READ_BYTES = 1 << 20  # of a partial file that is hashed again; keeps the process small
 
@@ -154,8 +163,9 @@ class WritePipeline:
         self._on_idle = on_idle
         self._to_hash: SimpleQueue[tuple[IncomingFile, FlushSlab | None]] = SimpleQueue()
         self._to_write: SimpleQueue[tuple[IncomingFile, FlushSlab | None, int]] = SimpleQueue()
-        self._lock = threading.Lock()  # protects _num_queued
+        self._lock = threading.Lock()  # protects _num_queued, _leftovers
         self._num_queued = 0
+        self._leftovers: list[str] = []
         spawn("hasher", self._hash_forever)
         for index in range(num_writers):
             spawn(f"writer-{index}", self._write_forever)
@@ -223,8 +233,13 @@ class WritePipeline:
         try:
             if partial is not None:
                 partial.remove()
+            else:  # what could not be created as a whole may not be gone as a whole
+                with storage_errors("remove", partial_path(file.path, file.attempt)):
+                    remove_orphan(partial_path(file.path, file.attempt))
         except StorageError as left:
             message += f"; {left}"
+            with self._lock:
+                self._leftovers.append(partial_path(file.path, file.attempt))
         if not file.was_durable:  # else the trainer knows the file as durable: its attempt fails
             self._send(FileFailed(file.id, shortened(message), error.errno, error.path))
         self._on_end(file)
@@ -290,7 +305,19 @@ class WritePipeline:
                 self._leave(file)
             self._drop(file, slab if is_dropped else None)
 
+    def _remove_leftovers(self) -> None:
+        """Try again to remove partial files of lost saves, which storage had refused to."""
+        with self._lock:
+            paths, self._leftovers = self._leftovers, []
+        for path in paths:
+            try:
+                remove_orphan(path)
+            except OSError:  # reported with the save that it belongs to; the next save tries again
+                with self._lock:
+                    self._leftovers.append(path)
+
     def _open(self, file: IncomingFile) -> None:
+        self._remove_leftovers()
         try:
             if file.was_durable and _is_published(file):
                 with file.lock:
@@ -348,4 +375,5 @@ def _is_published(file: IncomingFile) -> bool:
     """Whether an earlier flusher has renamed the file already."""
     if os.path.exists(partial_path(file.path, file.attempt)):
         return False
-    return os.path.isfile(file.path) and os.path.getsize(file.path) == file.nbytes
+    with storage_errors("look at", file.path):
+        return os.path.isfile(file.path) and os.path.getsize(file.path) == file.nbytes

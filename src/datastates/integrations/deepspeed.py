@@ -109,7 +109,7 @@ def save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
             self.checkpoint_engine.volatile_storages = frozenset()
         attempt.blocked_seconds = now() - begin
         engine.saver.events.record("save_checkpoint", begin, now(), attempt=attempt.name, path=attempt.directory)
-        if engine.config.wait_on_save:
+        if engine.config.wait_on_save and not attempt.is_skipped:
             attempt.committed.result()
         return result
 
