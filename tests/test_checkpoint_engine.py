@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import safetensors
 import torch
+from torch.optim import optimizer
 
 import datastates
 from datastates import manifest
@@ -24,6 +25,7 @@ from datastates.errors import (
     DataStatesError,
     StateError,
     StorageError,
+    WaitTimeoutError,
 )
 
 SMALL = {"host_cache_size": 2**-8, "slab_bytes": 1 << 20}  # 4 MiB
@@ -108,7 +110,7 @@ def test_small_tensors_beyond_the_budget_are_copied_before_save_returns(tmp_path
     state = {str(number): torch.full((1 << 15,), float(number)) for number in range(40)}
     engine.save(state, str(tmp_path / "state.pt"))
     for tensor in state.values():
-        tensor.data.fill_(-1)
+        tensor.fill_(-1)
     engine.wait(persist=True)
     found = engine.load(str(tmp_path / "state.pt"))
     engine.close()
@@ -256,6 +258,92 @@ def test_load_waits_for_the_save_in_flight(engine, tmp_path):
     path = str(tmp_path / "state.pt")
     engine.save({"w": torch.full((1 << 20,), 5.0)}, path)
     assert float(engine.load(path)["w"].min()) == 5.0
+
+
+def test_load_does_not_pass_an_older_file_for_one_whose_save_failed(engine, tmp_path):
+    path = tmp_path / "d" / "state.pt"
+    engine.save({"w": 1}, str(path))
+    engine.wait(persist=True)
+    os.kill(engine.saver.flusher_pid, signal.SIGSTOP)
+    tensor = torch.ones(3 << 20)
+    engine.save({"w": tensor}, str(path))
+    tensor.add_(1)
+    os.kill(engine.saver.flusher_pid, signal.SIGCONT)
+    with pytest.raises(DataStatesError, match="w"):
+        engine.load(str(path))
+    with pytest.raises(DataStatesError, match="w"):
+        engine.wait(persist=True)
+
+
+def test_what_changed_too_early_once_is_copied_at_once_from_then_on(engine, tmp_path):
+    tensor = torch.ones(3 << 20)
+    os.kill(engine.saver.flusher_pid, signal.SIGSTOP)
+    engine.save({"weights": tensor}, str(tmp_path / "state.pt"))
+    tensor.add_(1)
+    os.kill(engine.saver.flusher_pid, signal.SIGCONT)
+    with pytest.raises(DataStatesError, match="weights"):
+        engine.wait(persist=True)
+    engine.save({"weights": tensor}, str(tmp_path / "state.pt"))
+    tensor.add_(1)
+    engine.wait(persist=True)
+    assert float(engine.load(str(tmp_path / "state.pt"))["weights"].max()) == 2.0
+
+
+def test_a_state_that_cannot_be_saved_takes_nothing_of_the_budget(engine, tmp_path):
+    for suffix in ("pt", "safetensors"):
+        with pytest.raises(StateError):
+            engine.save({"a": torch.ones(1000), "lock": threading.Lock()}, str(tmp_path / f"state.{suffix}"))
+    assert "(0 of" in repr(engine.saver._budget)
+
+
+def test_checkpoints_cannot_be_nested_and_are_per_thread(engine, tmp_path):
+    with engine.checkpoint(str(tmp_path / "a"), "a"):
+        with pytest.raises(ValueError, match="nested"), engine.checkpoint(str(tmp_path / "b"), "b"):
+            pass
+        other = threading.Thread(target=lambda: engine.save({"n": 1}, str(tmp_path / "lone.pt")))
+        other.start()
+        other.join(30)
+        engine.save({"n": 2}, str(tmp_path / "a" / "file.pt"))
+    engine.wait(persist=True)
+    assert sorted(manifest.committed_files(str(tmp_path / "a"))) == ["file.pt"]
+    assert (tmp_path / "lone.pt").exists()
+
+
+def test_a_failed_checkpoint_is_told_at_the_next_one(engine, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with engine.checkpoint(str(tmp_path / "file" / "a"), "a"):
+        engine.save({"n": 1}, str(tmp_path / "file" / "a" / "x.pt"))
+    engine.saver.settle(30)
+    with pytest.raises(DataStatesError), engine.checkpoint(str(tmp_path / "b"), "b"):
+        pytest.fail("the body must not run")
+
+
+def test_failing_to_start_leaves_nothing_behind(monkeypatch):
+    hooks = len(optimizer._global_optimizer_pre_hooks)
+    monkeypatch.setattr("datastates.saver.Fence", lambda *_: (_ for _ in ()).throw(RuntimeError("no fence")))
+    with pytest.raises(RuntimeError, match="no fence"):
+        CheckpointEngine(SMALL, rank=0)
+    assert len(optimizer._global_optimizer_pre_hooks) == hooks
+
+
+def test_closing_is_bounded_when_the_flusher_stands_still(tmp_path):
+    engine = CheckpointEngine({**SMALL, "close_timeout_seconds": 0.3}, rank=0)
+    pid = engine.saver.flusher_pid
+    os.kill(pid, signal.SIGSTOP)
+    engine.save({"w": torch.ones(3 << 20)}, str(tmp_path / "state.pt"))
+    with pytest.raises(WaitTimeoutError):
+        engine.close()
+    os.kill(pid, signal.SIGKILL)
+
+
+def test_waiting_is_bounded_when_the_flusher_stands_still(engine, tmp_path):
+    pid = engine.saver.flusher_pid
+    os.kill(pid, signal.SIGSTOP)
+    engine.save({"w": torch.ones(8)}, str(tmp_path / "state.pt"))
+    with pytest.raises(WaitTimeoutError, match="not committed"):
+        engine.wait(persist=True, timeout=0.1)
+    os.kill(pid, signal.SIGCONT)
+    engine.wait(persist=True)
 
 
 def test_load_reads_what_torch_saved(engine, tmp_path):

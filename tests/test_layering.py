@@ -33,6 +33,10 @@ LEVELS = {
     "storage": 2,
     "verification": 2,
     # 3: the moving parts
+    "attempt": 3,
+    "outcomes": 3,
+    "pinner": 3,
+    "staging_job": 3,
     "stager": 3,
     "fence": 3,
     "flusher": 3,

@@ -12,6 +12,7 @@ import pytest
 
 from datastates.errors import CorruptCheckpointError
 from datastates.manifest import (
+    ABORTED_NAME,
     CommitRecord,
     Failure,
     FileRecord,
@@ -20,10 +21,10 @@ from datastates.manifest import (
     commit_path,
     committed_files,
     manifest_path,
-    read_aborted,
+    read_causes,
     read_commit,
     verify,
-    write_aborted,
+    write_causes,
     write_manifest,
 )
 
@@ -60,9 +61,9 @@ def test_records_survive_their_files(tmp_path: Path) -> None:
         manifest = Manifest("a-1", 3, 4, "tag", (record_of("f", b"abc"),), 1.25, failed)
         assert Manifest.from_bytes(manifest.to_bytes(), "") == manifest
     (tmp_path / ".datastates" / "a-1").mkdir(parents=True)
-    write_aborted(str(tmp_path), "a-1", {1: "torn"})
-    assert read_aborted(str(tmp_path), "a-1") == {1: "torn"}
-    assert read_aborted(str(tmp_path), "a-2") is None
+    write_causes(str(tmp_path), "a-1", ABORTED_NAME, {1: "torn"})
+    assert read_causes(str(tmp_path), "a-1", ABORTED_NAME) == {1: "torn"}
+    assert read_causes(str(tmp_path), "a-2", ABORTED_NAME) is None
 
 
 def test_a_complete_checkpoint(tmp_path: Path) -> None:

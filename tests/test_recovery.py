@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 from datastates.manifest import (
+    ABORTED_NAME,
     FileRecord,
     Manifest,
     check,
     read_commit,
     verify,
-    write_aborted,
+    write_causes,
     write_manifest,
 )
 from datastates.recovery import AttemptLock, Recovery, clean_leftovers, recover, roll_forward
@@ -127,7 +128,7 @@ def test_what_is_incomplete_goes(tmp_path: Path, what: str) -> None:
         data = failure.to_bytes().replace(b'"failed": null', b'"failed": {"message": "disk full"}')
         (folder / "rank-00001.json").write_bytes(data)
     elif what == "aborted":
-        write_aborted(str(tmp_path), "a-2", {1: "torn"})
+        write_causes(str(tmp_path), "a-2", ABORTED_NAME, {1: "torn"})
     elif what == "short-file":
         partial.write_bytes(b"n")
     else:

@@ -15,7 +15,8 @@ from datastates.events import EventLog
 from datastates.fence import Fence
 from datastates.host_cache import HostCache
 from datastates.plan import FilePlan, Piece, Segment
-from datastates.stager import Stager, StagingJob
+from datastates.stager import Stager
+from datastates.staging_job import StagingJob
 
 SLAB = 4096
 
@@ -99,13 +100,19 @@ class Stage:
         self.records: list[dict] = []
         events = EventLog(listener=self.records.append)
         extra = {} if device is None else {"make_copier": lambda _: device}
+        self.losses: dict[str, BaseException] = {}
         self.stager: Stager[str] = Stager(
-            self.cache, self.sink, events, lambda job, error: self.lost.append((job.path, error)), **extra
+            self.cache,
+            self.sink,
+            events,
+            self.losses.get,
+            lambda job, error: self.lost.append((job.path, error)),
+            **extra,
         )
         self.fence = Fence(self.stager.copier, events)
 
     def save(self, plan: FilePlan, name: str = "file") -> StagingJob[str]:
-        job = StagingJob(plan, name, name, lambda: False)
+        job = StagingJob(plan, name, name)
         self.fence.add(job)
         self.stager.submit(job)
         return job
@@ -283,6 +290,7 @@ def test_save_waits_for_eager_tensors_that_could_not_be_captured():
         passed = threading.Event()
         waiter = threading.Thread(target=lambda: (job.wait_eager(stage.stager.copier), passed.set()))
         waiter.start()
+        waiter.join(0.2)
         assert not passed.is_set()
         stage.sink.gate.set()
         waiter.join(30)
@@ -325,3 +333,81 @@ def test_events_tell_of_each_slab_and_the_whole_file():
         names = [record["event"] for record in stage.records]
         assert names == ["stage"] * 4 + ["staged", "fence"]
         assert [record["index"] for record in stage.records[:4]] == [0, 1, 2, 3]
+
+
+def test_an_eager_tensor_beyond_the_budget_may_change_once_save_has_returned():
+    eager, lazy = torch.ones(SLAB // 4), torch.zeros(8 * SLAB)
+    with Stage(num_slabs=4) as stage:
+        stage.sink.gate.clear()
+        job = stage.save(plan_of(eager, lazy, eager_end=SLAB))
+        job.wait_eager(stage.stager.copier)
+        eager.fill_(2.0)  # bumps the version counter
+        stage.sink.gate.set()
+        job.staged.result(30)
+        assert stage.sink.image("file") == raw(torch.ones(SLAB // 4)) + raw(lazy)
+
+
+def test_a_torn_file_gives_no_slab_back_while_the_device_still_writes_to_it():
+    device = FakeDevice()
+    tensor = torch.ones(SLAB // 4)
+    with Stage(num_slabs=4, device=device) as stage:
+        plan = plan_of(tensor)
+        tensor.add_(1.0)
+        torn = stage.save(plan, "torn")
+        torn.issued.wait(0.2)
+        assert stage.cache.num_free == 3, "the copy has not run yet: its slab is not free"
+        device.run()
+        assert isinstance(torn.staged.exception(30), TornSnapshotError)
+        assert stage.cache.num_free == 4
+
+
+def test_a_device_that_fails_later_loses_its_file_and_the_thread_goes_on():
+    class Broken(FakeDevice):
+        is_broken = True
+
+        def mark(self) -> FakeMark:
+            mark = super().mark()
+            if self.is_broken:
+                mark.query = self.fail
+            return mark
+
+        def fail(self) -> bool:
+            raise RuntimeError("device lost")
+
+    device = Broken()
+    with Stage(num_slabs=4, device=device) as stage:
+        lost = stage.save(plan_of(torch.ones(3 * SLAB // 4)), "lost")
+        with pytest.raises(RuntimeError, match="device lost"):
+            lost.staged.result(30)
+        stage.fence.close(30)
+        device.is_broken = False
+        after = stage.save(plan_of(torch.ones(8)), "after")
+        while not after.staged.done():
+            device.run()
+        assert stage.sink.image("after") == raw(torch.ones(8))
+        assert stage.cache.num_free == 4
+
+
+def test_a_file_that_is_lost_downstream_ends_with_that_reason():
+    with Stage(num_slabs=4) as stage:
+        stage.losses["file"] = OSError("disk gone")
+        job = stage.save(plan_of(torch.ones(8 * SLAB)))
+        with pytest.raises(OSError, match="disk gone"):
+            job.staged.result(30)
+        assert stage.cache.num_free == 4
+
+
+def test_who_is_told_of_a_loss_may_fail_without_harm_to_the_thread():
+    with Stage(num_slabs=4) as stage:
+        stage.stager._on_lost = lambda job, error: (_ for _ in ()).throw(RuntimeError("callback"))
+        stage.losses["first"] = OSError("disk gone")
+        with pytest.raises(OSError, match="disk gone"):
+            stage.save(plan_of(torch.ones(8)), "first").staged.result(30)
+        stage.save(plan_of(torch.ones(8)), "second").staged.result(30)
+
+
+def test_a_fence_that_nobody_closes_does_not_collect_finished_jobs():
+    with Stage() as stage:
+        for number in range(5):
+            stage.save(plan_of(torch.ones(8)), str(number)).staged.result(30)
+        assert len(stage.fence._jobs) == 1

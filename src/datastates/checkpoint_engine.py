@@ -8,28 +8,29 @@ adapter lacks is repaired by `datastates.integrations.deepspeed` at that moment.
 from __future__ import annotations
 
 import importlib
-import logging
 import os
+import threading
+import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import distributed
 
 from datastates import manifest, reader, recovery
-from datastates.config import CheckpointConfig
-from datastates.errors import CheckpointNotFoundError, CorruptCheckpointError
+from datastates.attempt import Attempt
+from datastates.config import SECTION, CheckpointConfig
+from datastates.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError
 from datastates.fence import Fence
-from datastates.saver import Attempt, Saver
+from datastates.saver import Saver
 from datastates.state import IsEager
 
-logger = logging.getLogger(__name__)
+MAX_DEPTH = 3
+"""So many folders up from a file its checkpoint's folder is looked for."""
 
-SECTION = "datastates_ckpt"
-
-MapLocation = Callable[[Any, str], Any] | torch.device | str | dict[str, str] | None
+RECOVERY_SECONDS = 10.0
+"""So long a load waits for another process that is completing the same commit."""
 
 
 class CheckpointEngine:
@@ -42,25 +43,28 @@ class CheckpointEngine:
     Thread safe, as far as the state itself is. Not usable in a forked child.
     """
 
-    def __init__(self, deepspeed_config: object, rank: int = 0) -> None:
+    def __init__(self, deepspeed_config: object, rank: int | None = None) -> None:
         """Make the host cache and start the flusher process.
 
         Args:
             deepspeed_config: DeepSpeed's own config object, or a plain mapping: the section itself
                 (``{"host_cache_size": 1}``) or a DeepSpeed config that holds it.
-            rank: global rank of this process. With ``torch.distributed`` initialised all its ranks must make their
-                engines together: they agree on an id of the run here.
+            rank: global rank of this process; None: as ``torch.distributed`` says, 0 without it. Where that is
+                initialised all its ranks must make their engines together: they agree on an id of the run here.
 
         Raises:
-            ConfigError: a setting is unknown or wrong.
+            ConfigError: a setting is unknown or wrong, or the rank is not this process's.
             HostCacheError: the memory for the host cache is not there.
         """
         from_deepspeed = hasattr(deepspeed_config, "datastates_config")
         config = CheckpointConfig.from_section(_section(deepspeed_config))
-        world_size, run_id = _agree_on_run()
         self.config = config
-        self._saver = Saver(config, rank=rank, world_size=world_size, run_id=run_id, forgiving=from_deepspeed)
-        self._attempt: Attempt | None = None
+        self._is_forgiving = from_deepspeed
+        world_size, run_id = _agree_on_run()
+        self._saver = Saver(
+            config, rank=_check_rank(rank), world_size=world_size, run_id=run_id, forgiving=from_deepspeed
+        )
+        self._open = threading.local()  # .attempt: the checkpoint that this thread is in
         if from_deepspeed:
             importlib.import_module("datastates.integrations.deepspeed").repair()
 
@@ -86,14 +90,16 @@ class CheckpointEngine:
 
         Raises:
             StateError: the state cannot be saved; nothing was written.
-            DataStatesError: an earlier save has failed in the background, and nobody has been told.
+            DataStatesError: outside of `checkpoint`: an earlier save has failed in the background, and nobody has been
+                told. This save is not made then.
         """
-        if self._attempt is None:
+        attempt = getattr(self._open, "attempt", None)
+        if attempt is None:
             self._saver.raise_failure()
-        handle = self._saver.save(state_dict, path, attempt=self._attempt, is_eager=is_eager)
+        handle = self._saver.save(state_dict, path, attempt=attempt, is_eager=is_eager)
         return handle.nbytes > 0
 
-    def load(self, path: str, map_location: MapLocation = None) -> Any:
+    def load(self, path: str, map_location: reader.MapLocation = None) -> Any:
         """Load a file, written by this package or by ``torch.save`` or safetensors.
 
         Waits first for saves in flight: until they are copied (loading overwrites the state), and until they are
@@ -103,13 +109,13 @@ class CheckpointEngine:
         Raises:
             CheckpointNotFoundError: there is no such file, or the checkpoint it belongs to was never completed.
             CorruptCheckpointError: its structure or size is wrong.
+            DataStatesError: the save of this file that was in flight is lost; what is there is older.
         """
         if self._saver.is_open:
             self._saver.wait_staged()
-            if self._saver.is_pending(path):
-                self._saver.settle()
+            self._saver.wait_for(path)
         check_committed(path)
-        return reader.load(path, map_location)
+        return reader.load(path, map_location, weights_only=False)
 
     def wait(self, persist: bool = False, timeout: float | None = None) -> bool:
         """Block until everything saved so far is copied to the host cache or, with ``persist``, durable and visible.
@@ -141,18 +147,28 @@ class CheckpointEngine:
             directory: the checkpoint's folder; all files saved inside lie in it. The ranks share it.
             tag: what ``latest`` beside the folder shall say.
             update_latest: whether to write ``latest`` once the checkpoint is committed.
+
+        Raises:
+            ValueError: this thread is inside of another checkpoint.
+            DataStatesError: an earlier save has failed in the background, and nobody has been told (not in DeepSpeed,
+                where raising on one rank would hang the others: there the log says so, and `close` unless a later
+                checkpoint was committed).
         """
+        if getattr(self._open, "attempt", None) is not None:
+            raise ValueError(f"{directory}: a checkpoint is open already, they cannot be nested")
+        if not self._is_forgiving:
+            self._saver.raise_failure()
         skip, dropped = self._agree_on_busy()
         self._saver.drop(dropped, f"{directory} was saved")
         attempt = self._saver.begin(directory, tag, update_latest=update_latest, skip=skip)
-        self._attempt = attempt
+        self._open.attempt = attempt
         try:
             yield attempt
         except BaseException as error:
             self._saver.abort(attempt, f"{type(error).__name__}: {error}")
             raise
         finally:
-            self._attempt = None
+            self._open.attempt = None
         self._saver.commit(attempt)
 
     def _agree_on_busy(self) -> tuple[bool, list[str]]:
@@ -175,28 +191,48 @@ def _gather(value: Any) -> list[Any]:
 def check_committed(path: str) -> None:
     """Raise unless a file is part of a committed checkpoint, or belongs to none of this package's.
 
-    An interrupted commit is completed first where that is possible.
+    An interrupted commit is completed first where that is possible: this may write to the checkpoint's folder.
 
     Raises:
-        CheckpointNotFoundError: its folder holds a checkpoint that was never completed.
+        CheckpointNotFoundError: its folder holds a checkpoint that was never completed, or one that no longer has the
+            file.
         CorruptCheckpointError: the file's size is not what the checkpoint's manifest says.
     """
     path = os.path.abspath(path)
-    directory = os.path.dirname(path)
-    if not manifest.has_attempts(directory):
+    directory = _checkpoint_of(path)
+    if directory is None:
         return
-    if manifest.read_commit(directory) is None:
-        recovery.recover(directory)
-        if manifest.read_commit(directory) is None:
-            raise CheckpointNotFoundError(
-                f"{directory} holds a checkpoint that was never completed; load another one (its folder may be deleted)"
-            )
-    record = manifest.committed_files(directory).get(os.path.basename(path))
+    if not _is_committed(directory):
+        raise CheckpointNotFoundError(
+            f"{directory} holds a checkpoint that was never completed; load another one (its folder may be deleted)"
+        )
+    record = manifest.committed_files(directory).get(os.path.relpath(path, directory))
     if record is None or not os.path.exists(path):
         return
     found = os.path.getsize(path)
     if found != record.nbytes:
         raise CorruptCheckpointError(f"{path}: {found} bytes found, {record.nbytes} expected by its manifest", path)
+
+
+def _checkpoint_of(path: str) -> str | None:
+    """The folder of the checkpoint that a file may belong to."""
+    directory = os.path.dirname(path)
+    for _ in range(MAX_DEPTH):
+        if manifest.has_attempts(directory):
+            return directory
+        directory = os.path.dirname(directory)
+    return None
+
+
+def _is_committed(directory: str) -> bool:
+    """Whether a checkpoint is complete, after completing an interrupted commit; waits while another process does so."""
+    deadline = time.monotonic() + RECOVERY_SECONDS
+    while manifest.read_commit(directory) is None:
+        found = recovery.recover(directory)
+        if found is not recovery.Recovery.OWNED or time.monotonic() > deadline:
+            return manifest.read_commit(directory) is not None
+        time.sleep(0.05)
+    return True
 
 
 def _section(deepspeed_config: object) -> Mapping[str, Any] | None:
@@ -206,6 +242,15 @@ def _section(deepspeed_config: object) -> Mapping[str, Any] | None:
         return inner if isinstance(inner, Mapping) else None
     section = getattr(getattr(deepspeed_config, "datastates_config", None), "config", None)
     return section if isinstance(section, Mapping) else None
+
+
+def _check_rank(rank: int | None) -> int:
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return 0 if rank is None else rank
+    own = distributed.get_rank()
+    if rank not in (None, own):
+        raise ConfigError(f"rank is {rank}, but torch.distributed says that this process is rank {own}")
+    return own
 
 
 def _agree_on_run() -> tuple[int, str]:

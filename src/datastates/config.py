@@ -64,7 +64,7 @@ class CheckpointConfig:
     """Accepted for configurations of DataStates-LLM, and without effect: nothing is parsed in threads here."""
 
     format: str | None = None
-    """Format of every file; None: by the path, safetensors for ``*.safetensors`` and torch for all others."""
+    """``"safetensors"``: for all files. ``"torch"`` or None: for all but ``*.safetensors``."""
 
     slab_bytes: int | None = None
     """Bytes of the file that are staged and written as one. None: chosen by the size of the host cache. The value

@@ -9,7 +9,7 @@ event              what happened between ``begin`` and ``end``; further keys
 =================  =====================================================================================
 ``save``           the call of ``save()``: ``path``, ``nbytes``, ``eager_nbytes``
 ``save_checkpoint``  DeepSpeed's whole ``save_checkpoint``: ``attempt``, ``path``
-``fence``          an optimizer step (or ``wait()``) was held back for copies: nothing else blocked it
+``fence``          an optimizer step (or ``wait()``) was held back for copies: ``num_files``
 ``stage``          one slab was filled: ``path``, ``index``, ``nbytes``
 ``flush``          one slab was written: ``path``, ``index``, ``nbytes``
 ``staged``         from ``save()`` to the last copy of one file: ``path``, ``nbytes``

@@ -12,13 +12,10 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from datastates.copier import Copier
-from datastates.errors import WaitTimeoutError
 from datastates.events import EventLog, now
-from datastates.stager import StagingJob
+from datastates.staging_job import Copiers, StagingJob
 
 
 class Fence:
@@ -26,7 +23,7 @@ class Fence:
 
     def __init__(
         self,
-        copiers: Callable[[torch.device], Copier],
+        copiers: Copiers,
         events: EventLog,
         before_closed: Callable[[list[StagingJob[Any]]], None] | None = None,
     ) -> None:
@@ -40,6 +37,8 @@ class Fence:
         self._before_closed = before_closed
         self._lock = threading.Lock()  # protects _jobs
         self._jobs: list[StagingJob[Any]] = []
+        self.held_seconds = 0.0
+        """How long callers were held back, all in all."""
         self._owner = os.getpid()
         self._hook = register_optimizer_step_pre_hook(self._before_step)
 
@@ -50,6 +49,8 @@ class Fence:
 
     def add(self, job: StagingJob[Any]) -> None:
         with self._lock:
+            if self._before_closed is None:  # else somebody wants to hear of every job
+                self._jobs = [other for other in self._jobs if not other.staged.done()]
             self._jobs.append(job)
 
     def close(self, timeout: float | None = None) -> None:
@@ -68,15 +69,15 @@ class Fence:
             return
         begin = now()
         for job in jobs:
-            left = None if timeout is None else max(begin + timeout - now(), 0.0)
-            if not job.wait_issued(left):
-                raise WaitTimeoutError(f"{job.path}: not staged within {timeout} s")
+            job.wait_issued(None if timeout is None else max(begin + timeout - now(), 0.0))
             job.hold(self._copiers)
         if self._before_closed is not None:
             self._before_closed(jobs)
         with self._lock:
             self._jobs = [job for job in self._jobs if job not in jobs]
-        self._events.record("fence", begin, now(), num_files=len(jobs))
+        end = now()
+        self.held_seconds += end - begin
+        self._events.record("fence", begin, end, num_files=len(jobs))
 
     def remove(self) -> None:
         """Take the hook away; idempotent."""

@@ -146,8 +146,8 @@ def _check_memory(nbytes: int) -> None:
     if nbytes + MEMORY_RESERVE_BYTES > available:
         raise HostCacheError(
             f"host cache of {nbytes / 2**30:.2f} GiB asked for, but only {available / 2**30:.2f} GiB of memory are "
-            f"available (machine and cgroup limits); set host_cache_size to at most "
-            f"{max(available - MEMORY_RESERVE_BYTES, 0) / 2**30:.2f} per process"
+            f"available to all processes of this machine together (memory and cgroup limits); set host_cache_size "
+            f"to at most {max(available - MEMORY_RESERVE_BYTES, 0) / 2**30:.2f} divided by the number of processes here"
         )
 
 

@@ -6,6 +6,7 @@ Inside a checkpoint directory ``D``::
     D/.datastates/<attempt>/rank-00000.json    the `Manifest` of one rank: written when its files are durable
     D/.datastates/<attempt>/commit.json        the `CommitRecord`, staged: rank 0 has decided to commit
     D/.datastates/<attempt>/aborted.json       rank 0 has decided not to
+    D/.datastates/<attempt>/unfinished.json    rank 0 has decided to, but storage does not let it finish
     D/.datastates/<attempt>/lock               shared lock of each flusher that takes part
     D/.datastates/commit.json                  the `CommitRecord`: the checkpoint is complete
 
@@ -34,6 +35,7 @@ from datastates.storage import patiently, read_chunks, storage_errors, write_ato
 METADATA_NAME = ".datastates"
 COMMIT_NAME = "commit.json"
 ABORTED_NAME = "aborted.json"
+UNFINISHED_NAME = "unfinished.json"
 LOCK_NAME = "lock"
 LATEST_NAME = "latest"
 FORMAT = "datastates-manifest"
@@ -234,23 +236,27 @@ def write_manifest(directory: str, manifest: Manifest) -> None:
     write_atomically(manifest_path(directory, manifest.attempt, manifest.rank), manifest.to_bytes())
 
 
-def write_aborted(directory: str, attempt: str, ranks: Mapping[int, str]) -> None:
-    """Record rank 0's decision not to commit, with the cause by rank. Raises StorageError."""
+def write_causes(directory: str, attempt: str, name: str, ranks: Mapping[int, str]) -> None:
+    """Record that rank 0 will not commit (`ABORTED_NAME`), or could not finish (`UNFINISHED_NAME`), and why, by rank.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
     causes = {str(rank): cause for rank, cause in ranks.items()}
     data = _to_json({"format": FORMAT, "version": VERSION, "ranks": causes})
-    write_atomically(os.path.join(attempt_directory(directory, attempt), ABORTED_NAME), data)
+    write_atomically(os.path.join(attempt_directory(directory, attempt), name), data)
 
 
-def read_aborted(directory: str, attempt: str) -> dict[int, str] | None:
-    """The cause by rank when rank 0 decided not to commit, None otherwise. Raises CorruptCheckpointError."""
-    path = os.path.join(attempt_directory(directory, attempt), ABORTED_NAME)
+def read_causes(directory: str, attempt: str, name: str) -> dict[int, str] | None:
+    """The cause by rank in a record of `write_causes`, None where there is none. Raises CorruptCheckpointError."""
+    path = os.path.join(attempt_directory(directory, attempt), name)
     data = read_bytes(path)
     if data is None:
         return None
     try:
         return {int(rank): str(cause) for rank, cause in _from_json(data, path)["ranks"].items()}
     except (KeyError, AttributeError, ValueError) as error:
-        raise CorruptCheckpointError(f"{path}: not a record of an abort: {error!r}", path) from error
+        raise CorruptCheckpointError(f"{path}: not a record of causes: {error!r}", path) from error
 
 
 def committed_files(directory: str) -> dict[str, FileRecord]:

@@ -31,7 +31,7 @@ _TAR_MAGIC_OFFSET, _TAR_MAGIC = 257, b"ustar"
 _BROKEN_LEGACY = (EOFError, pickle.UnpicklingError, RuntimeError, ValueError)
 
 
-def load(path: str | os.PathLike[str], map_location: MapLocation = None, *, weights_only: bool = False) -> Any:
+def load(path: str | os.PathLike[str], map_location: MapLocation = None, *, weights_only: bool = True) -> Any:
     """Load the state of one file, whatever its name, by what is in it.
 
     Blocks until all bytes are in new memory. Tensors are writable and own their memory; those that shared it
@@ -42,7 +42,8 @@ def load(path: str | os.PathLike[str], map_location: MapLocation = None, *, weig
             somebody else gives a flat dictionary from name to tensor.
         map_location: as for ``torch.load``: a device, a dictionary from saved to new location, or a function of
             a storage and its saved location.
-        weights_only: load plain data only; anything that would run code of the file is an error.
+        weights_only: load plain data only; anything that would run code of the file is an error. False runs it: only
+            for files that you trust.
 
     Raises:
         CheckpointNotFoundError: there is no such file.

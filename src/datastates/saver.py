@@ -14,22 +14,32 @@ import threading
 import weakref
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from datastates import formats
+from datastates.attempt import Attempt, SaveHandle
 from datastates.captures import Captures, EagerBudget
 from datastates.config import CheckpointConfig
-from datastates.copier import pin, unpin
-from datastates.errors import ClosedError, SaveSkippedError, TornSnapshotError, WaitTimeoutError
+from datastates.errors import (
+    ClosedError,
+    CommitError,
+    DataStatesError,
+    SaveSkippedError,
+    WaitTimeoutError,
+)
 from datastates.events import EventLog, Listener, now
 from datastates.fence import Fence
 from datastates.flusher.client import CommitResult, FlusherClient, FlushFile
+from datastates.flusher.work import running_future
 from datastates.host_cache import HostCache
 from datastates.life_cycle import LifeCycle
-from datastates.stager import Stager, StagingJob, torn_message
+from datastates.outcomes import Outcomes
+from datastates.pinner import Pinner
+from datastates.stager import Stager
+from datastates.staging_job import StagingJob, torn_error
 from datastates.state import IsEager, default_is_eager
 from datastates.verification import SourceCheck
 
@@ -38,53 +48,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True, slots=True)
-class SaveHandle:
-    """One saved file.
-
-    Attributes:
-        path: its final, absolute path.
-        nbytes: its size.
-        staged: done when the state may be changed (device tensors: when their bytes are on the host).
-        committed: done when the file is durable and visible under its final name; for a file of a checkpoint, when
-            the whole checkpoint is committed.
-    """
-
-    path: str
-    nbytes: int
-    staged: Future[None]
-    committed: Future[CommitResult]
+ADVICE_SECONDS = 0.5
+"""So long may training be held back for want of host cache, all in all, before the log says what to do about it."""
 
 
-@dataclass(slots=True, eq=False)
-class Attempt:
-    """One attempt to save a checkpoint, or a lone file.
-
-    Attributes:
-        name: unique for all runs, equal on all ranks; part of temporary names.
-        path: the checkpoint's folder, or the lone file.
-        directory: the checkpoint's folder; None for a lone file.
-        tag: what the checkpoint is called; the content of ``latest``.
-        update_latest: whether ``latest`` shall name it once it is committed.
-        blocked_seconds: how long the calls that made it took.
-        nbytes: of this rank's files.
-        committed: done when it is committed, or lost for the reason that the future raises.
-        error: why this rank gave it up, before the flusher has confirmed that.
-        is_skipped: nothing is saved for it, because earlier saves are in flight.
-    """
-
-    name: str
-    path: str
-    directory: str | None
-    tag: str
-    update_latest: bool
-    begin: float = field(default_factory=now)
-    blocked_seconds: float = 0.0
-    nbytes: int = 0
-    committed: Future[CommitResult] = field(default_factory=Future)
-    error: BaseException | None = None
-    is_skipped: bool = False
+_ORDER = list(LifeCycle)
 
 
 class Saver:
@@ -116,6 +84,7 @@ class Saver:
 
         Raises:
             HostCacheError: the memory is not there.
+            StorageError: with ``fast_cache_init`` off: it cannot be reserved.
             FlusherDiedError: the flusher process does not start.
         """
         self._config = config
@@ -123,41 +92,50 @@ class Saver:
         self._run_id = run_id
         self._forgiving = forgiving
         self._owner = os.getpid()
-        self._lock = threading.RLock()  # protects the fields up to _unverified
+        self._lock = threading.RLock()  # protects the fields up to _has_advised
         self._life = LifeCycle.OPEN
         self._num_checkpoints = 0
         self._num_lone_files = 0
         self._staging: list[tuple[str, Future[None]]] = []
-        self._unsettled: list[Attempt] = []
-        self._failures: list[BaseException] = []
         self._unverified: list[tuple[Attempt, Callable[[], Future[CommitResult]]]] = []
+        self._has_advised = False
+        self._closed = threading.Event()
         self._budget = EagerBudget(config.eager_budget_bytes)
-        self.events = EventLog(rank, config.events_dir, listener)
-        self._cache = HostCache(config.host_cache_bytes, config.slab_nbytes)
-        self._pinner: threading.Thread | None = None
-        self._pinned = False
-        try:
-            self._client = FlusherClient(
-                self._cache.descriptor,
-                self._cache.nbytes,
-                rank=rank,
-                world_size=world_size,
-                run_id=run_id,
-                on_slab_free=self._cache.release,
-                events=self.events,
-                num_writers=config.num_writers,
-                commit_timeout_seconds=config.commit_timeout_seconds,
-                grace_seconds=config.grace_seconds,
-            )
-        except BaseException:
-            self._cache.close()
-            self.events.close()
-            raise
-        self._stager: Stager[FlushFile] = Stager(self._cache, self._client, self.events, self._on_lost)
-        self.fence = Fence(self._stager.copier, self.events, self._verify if config.verify_staging else None)
         self._attempt_by_job: weakref.WeakKeyDictionary[StagingJob[FlushFile], Attempt] = weakref.WeakKeyDictionary()
-        self._prepare_cache()
+        self._pinner: Pinner | None = None
+        with ExitStack() as undo:
+            self._start(world_size, listener, undo)
+            undo.pop_all()
         atexit.register(self._close_at_exit)
+
+    def _start(self, world_size: int, listener: Listener | None, undo: ExitStack) -> None:
+        """Make all parts; ``undo`` gets what takes them away again should a later one fail."""
+        config = self._config
+        self.events = EventLog(self._rank, config.events_dir, listener)
+        undo.callback(self.events.close)
+        self._outcomes = Outcomes(self.events, self._note_committed, self._forgiving)
+        self._cache = HostCache(config.host_cache_bytes, config.slab_nbytes)
+        undo.callback(self._cache.close)
+        self._client = FlusherClient(
+            self._cache.descriptor,
+            self._cache.nbytes,
+            rank=self._rank,
+            world_size=world_size,
+            run_id=self._run_id,
+            on_slab_free=self._cache.release,
+            events=self.events,
+            num_writers=config.num_writers,
+            commit_timeout_seconds=config.commit_timeout_seconds,
+            grace_seconds=config.grace_seconds,
+        )
+        undo.callback(self._client.close, config.close_timeout_seconds)
+        self._stager: Stager[FlushFile] = Stager(
+            self._cache, self._client, self.events, lambda file: file.error, self._on_lost
+        )
+        undo.callback(self._stager.close, config.close_timeout_seconds)
+        self.fence = Fence(self._stager.copier, self.events, self._verify if config.verify_staging else None)
+        undo.callback(self.fence.remove)
+        self._prepare_cache()
 
     @property
     def flusher_pid(self) -> int:
@@ -170,22 +148,19 @@ class Saver:
     @property
     def is_busy(self) -> bool:
         """Whether an earlier save is not settled yet."""
-        with self._lock:
-            return bool(self._unsettled)
+        return bool(self._outcomes.unsettled)
 
     @property
     def waiting(self) -> list[str]:
         """Names of the attempts that are not settled and not the oldest of those."""
-        with self._lock:
-            return [attempt.name for attempt in self._unsettled[1:]]
+        return [attempt.name for attempt in self._outcomes.unsettled[1:]]
 
     def drop(self, names: Collection[str], cause: str) -> None:
         """Give up attempts in favour of a younger one; those that are settled meanwhile stay as they are."""
-        with self._lock:
-            dropped = [attempt for attempt in self._unsettled if attempt.name in names and attempt.error is None]
-        for attempt in dropped:
-            attempt.error = SaveSkippedError(f"{attempt.path}: dropped, {cause}")
-            self._give_up(attempt)
+        for attempt in self._outcomes.unsettled:
+            if attempt.name in names and attempt.error is None:
+                attempt.error = SaveSkippedError(f"{attempt.path}: dropped, {cause}")
+                self._give_up(attempt)
 
     def begin(self, directory: str, tag: str, *, update_latest: bool, skip: bool = False) -> Attempt:
         """Begin a checkpoint of all ranks in ``directory``. Every rank calls it, in the same order.
@@ -199,7 +174,7 @@ class Saver:
         directory = os.path.abspath(directory)
         attempt = Attempt(name, directory, directory, tag, update_latest, is_skipped=skip)
         if skip:
-            self._skip(attempt)
+            self._outcomes.skip(attempt)
         return attempt
 
     def save(
@@ -239,15 +214,15 @@ class Saver:
         except BaseException:
             captures.release()
             raise
-        eager_nbytes = captures.nbytes
+        eager_nbytes, nbytes = captures.nbytes, plan.nbytes
+        attempt.nbytes += nbytes
         handle = self._submit(plan, path, attempt, captures)
+        end = now()
+        attempt.blocked_seconds += end - begin
         if is_lone:
             name = attempt.name
             self._request(attempt, lambda: self._client.publish(name))
-        end = now()
-        attempt.blocked_seconds += end - begin
-        attempt.nbytes += plan.nbytes
-        self.events.record("save", begin, end, path=path, nbytes=plan.nbytes, eager_nbytes=eager_nbytes)
+        self.events.record("save", begin, end, path=path, nbytes=nbytes, eager_nbytes=eager_nbytes)
         return handle
 
     def commit(self, attempt: Attempt) -> Future[CommitResult]:
@@ -269,9 +244,12 @@ class Saver:
         return attempt.committed
 
     def abort(self, attempt: Attempt, cause: str) -> None:
-        """Drop a checkpoint that was begun: its files vanish, the other ranks learn the cause."""
-        if not attempt.is_skipped:
-            self._client.abort(attempt.name, cause, attempt.directory or "")
+        """Drop a checkpoint that was begun: its files vanish, the other ranks learn the cause. Instead of `commit`."""
+        if attempt.is_skipped:
+            return
+        attempt.error = CommitError(f"{attempt.path}: given up, {cause}", {self._rank: cause})
+        self._give_up(attempt)
+        attempt.committed.set_exception(attempt.error)
 
     def wait_staged(self, timeout: float | None = None) -> None:
         """Block until every save so far is in the host cache, or lost. Raises WaitTimeoutError.
@@ -293,9 +271,7 @@ class Saver:
         """
         deadline = _Deadline(timeout)
         self.wait_staged(timeout)
-        with self._lock:
-            unsettled = list(self._unsettled)
-        for attempt in unsettled:
+        for attempt in self._outcomes.unsettled:
             deadline.wait(attempt.committed, f"{attempt.path}: not committed")
 
     def wait_committed(self, timeout: float | None = None) -> None:
@@ -310,16 +286,22 @@ class Saver:
 
     def raise_failure(self) -> None:
         """Raise the first background failure that has not been raised yet, and forget the others (they are logged)."""
-        with self._lock:
-            failures, self._failures = self._failures, []
-        if failures:
-            raise failures[0]
+        self._outcomes.raise_failure()
 
-    def is_pending(self, path: str) -> bool:
-        """Whether a save to this file, or to its checkpoint's folder, is not settled yet."""
-        path = os.path.abspath(path)
-        with self._lock:
-            return any(path == attempt.path or path.startswith(attempt.path + os.sep) for attempt in self._unsettled)
+    def wait_for(self, path: str, timeout: float | None = None) -> None:
+        """Block until no save to this file, or to its checkpoint, is in flight.
+
+        Raises:
+            DataStatesError: the youngest of those saves is lost: what is there is older.
+            WaitTimeoutError: not settled within ``timeout`` seconds.
+        """
+        pending = self._outcomes.pending(path)
+        if not pending:
+            return
+        self.settle(timeout)
+        error = pending[-1].committed.exception()
+        if error is not None:
+            raise error
 
     def close(self, timeout: float | None = None) -> None:
         """Finish all saves, end the flusher, give the memory back; idempotent; blocks until durable.
@@ -332,34 +314,38 @@ class Saver:
         """
         if os.getpid() != self._owner:
             return
-        with self._lock:
-            if self._life is not LifeCycle.OPEN:
-                return
-            self._life = LifeCycle.CLOSING
         deadline = _Deadline(timeout)
-        try:
-            self._stager.close(deadline.left())
-            self.wait_committed(deadline.left())
-        finally:
-            self._shut_down(deadline.left())
+        with self._lock:
+            is_first, self._life = self._life is LifeCycle.OPEN, max(self._life, LifeCycle.CLOSING, key=_ORDER.index)
+        if not is_first:
+            self._closed.wait(timeout)  # somebody else does it
+            return
+        atexit.unregister(self._close_at_exit)
+        errors: list[BaseException] = []
+        for end in (self._stager.close, self.wait_committed, self._client.close, self._free):
+            try:
+                end(deadline.left())
+            except (DataStatesError, OSError) as error:
+                errors.append(error)
+        self._life = LifeCycle.CLOSED
+        self._closed.set()
+        if errors:
+            raise errors[0]
 
     def _close_at_exit(self) -> None:
         """Finish what is in flight when the interpreter ends without `close`; a failure goes to stderr."""
         self.close(self._config.close_timeout_seconds)
 
-    def _shut_down(self, timeout: float | None) -> None:
-        atexit.unregister(self._close_at_exit)
+    def _free(self, timeout: float | None) -> None:
+        """Let go of memory and descriptors. A stager that is stuck is woken: what it has not staged is lost."""
         self.fence.remove()
+        pinner, self._pinner = self._pinner, None
         try:
-            self._client.close(timeout)
+            if pinner is not None and not self._stager.is_alive:
+                pinner.close(timeout)
         finally:
-            if self._pinner is not None:
-                self._pinner.join()
-            if self._pinned:
-                unpin(self._cache.memory)
             self._cache.close()
             self.events.close()
-            self._life = LifeCycle.CLOSED
 
     def _check_open(self) -> None:
         if os.getpid() != self._owner:
@@ -371,62 +357,45 @@ class Saver:
 
     def _prepare_cache(self) -> None:
         reserved = self._client.prefault()
-        reserved.add_done_callback(self._note_prefault)
-        if not self._config.fast_cache_init:
-            reserved.result()
+        reserved.add_done_callback(self._note_reserved)
+        is_patient = not self._config.fast_cache_init
+        if is_patient:
+            reserved.result(self._config.close_timeout_seconds)
         if self._config.pin_host_cache and torch.cuda.is_available():
-            self._pinner = threading.Thread(
-                target=self._pin, args=(reserved, torch.cuda.current_device()), name="datastates-pinner", daemon=True
-            )
-            self._pinner.start()
-            if not self._config.fast_cache_init:
-                self._pinner.join()
+            self._pinner = Pinner(self._cache.memory, reserved)
+            if is_patient:
+                self._pinner.wait(self._config.close_timeout_seconds)
 
-    def _note_prefault(self, done: Future[None]) -> None:
+    def _note_reserved(self, done: Future[None]) -> None:
         error = done.exception()
         if error is not None and self._life is LifeCycle.OPEN:
-            logger.error("the host cache could not be reserved: %s", error)
-            with self._lock:
-                self._failures.append(error)
-
-    def _pin(self, reserved: Future[None], device_index: int) -> None:
-        concurrent.futures.wait([reserved])
-        if reserved.exception() is not None:
-            return
-        torch.cuda.set_device(device_index)
-        self._pinned = pin(self._cache.memory)
+            self._outcomes.fail("the memory of the host cache cannot be reserved, lower host_cache_size", error)
 
     def _plan(self, state: object, path: str, captures: Captures, is_eager: IsEager | None) -> FilePlan:
         by_size = default_is_eager(self._config.eager_bytes)
-        return formats.plan(
-            state,
-            formats.format_for(path, self._config.format),
-            captures.capture,
-            by_size if is_eager is None else (lambda fqn, tensor: by_size(fqn, tensor) or is_eager(fqn, tensor)),
-        )
+        torn = self._outcomes.torn_fqns
+
+        def is_volatile(fqn: str, tensor: torch.Tensor) -> bool:
+            return by_size(fqn, tensor) or fqn in torn or (is_eager is not None and is_eager(fqn, tensor))
+
+        return formats.plan(state, formats.format_for(path, self._config.format), captures.capture, is_volatile)
 
     def _lone_attempt(self, path: str) -> Attempt:
         with self._lock:
             self._num_lone_files += 1
             name = f"{self._run_id}-r{self._rank}-{self._num_lone_files:06d}"
-        attempt = Attempt(name, path, None, "", False)
+        attempt = Attempt(name, path)
         if self._config.when_busy == "skip" and self.is_busy:
             attempt.is_skipped = True
-            self._skip(attempt)
+            self._outcomes.skip(attempt)
         elif self._config.when_busy == "replace":
             self.drop(self.waiting, f"{path} was saved")
         return attempt
 
-    def _skip(self, attempt: Attempt) -> None:
-        error = SaveSkippedError(f"{attempt.path}: not saved, {len(self._unsettled)} earlier saves are in flight")
-        logger.warning("%s", error)
-        self.events.record("skipped", now(), now(), path=attempt.path, error=str(error))
-        attempt.committed.set_exception(error)
-
     def _submit(self, plan: FilePlan, path: str, attempt: Attempt, captures: Captures) -> SaveHandle:
         file = self._client.open_file(path, plan.nbytes, self._cache.slab_bytes, plan.seals, attempt.name)
         check = SourceCheck(plan) if self._config.verify_staging else None
-        job: StagingJob[FlushFile] = StagingJob(plan, file, path, lambda: file.error is not None, check)
+        job: StagingJob[FlushFile] = StagingJob(plan, file, path, check)
         job.staged.add_done_callback(lambda _: captures.release())
         self._attempt_by_job[job] = attempt
         entry = (path, job.staged)
@@ -434,7 +403,12 @@ class Saver:
             self._staging.append(entry)
         job.staged.add_done_callback(lambda _: self._forget_staging(entry))
         self.fence.add(job)
-        self._stager.submit(job)
+        try:
+            self._stager.submit(job)
+        except BaseException as error:
+            self._on_lost(job, error)
+            job.finish(error)
+            raise
         job.wait_eager(self._stager.copier)
         return SaveHandle(path, plan.nbytes, job.staged, attempt.committed)
 
@@ -453,57 +427,50 @@ class Saver:
 
     def _request(self, attempt: Attempt, ask: Callable[[], Future[CommitResult]]) -> None:
         """Ask the flusher to make an attempt visible: now, or once the fence has shown that nothing was torn."""
+        self._outcomes.add(attempt)
         with self._lock:
-            self._unsettled.append(attempt)
             if self._config.verify_staging and self.fence.is_open:
                 self._unverified.append((attempt, ask))
                 return
         self._follow(attempt, ask)
 
     def _follow(self, attempt: Attempt, ask: Callable[[], Future[CommitResult]]) -> None:
-        ask().add_done_callback(lambda done: self._settle(attempt, done))
+        ask().add_done_callback(lambda done: self._outcomes.settle(attempt, done))
 
     def _verify(self, jobs: list[StagingJob[FlushFile]]) -> None:
         """Read the sources of the jobs again, then ask for what has been held back for that."""
         for job in jobs:
             if job.staged.exception() is None and job.check is not None and (torn := job.check.changed()):
-                self._on_lost(job, TornSnapshotError(torn_message(job.path, torn), torn))
+                self._on_lost(job, torn_error(job.path, torn))
         with self._lock:
             verified, self._unverified = self._unverified, []
         for attempt, ask in verified:
             self._follow(attempt, ask)
 
-    def _settle(self, attempt: Attempt, done: Future[CommitResult]) -> None:
-        error = done.exception()
-        if error is not None and attempt.error is not None:
-            error = attempt.error  # why it was given up; the flusher only says that it was
-        with self._lock:
-            self._unsettled.remove(attempt)
-            if isinstance(error, SaveSkippedError):
-                logger.warning("%s", error)
-                self.events.record("skipped", attempt.begin, now(), path=attempt.path, error=str(error))
-            elif error is not None:
-                self._failures.append(error)
-                logger.error("save lost, nothing earlier is harmed: %s: %s", attempt.path, error)
-            elif self._forgiving:
-                self._failures.clear()
-        if error is not None:
-            attempt.committed.set_exception(error)
-            return
-        seconds = now() - attempt.begin
+    def _note_committed(self, attempt: Attempt) -> None:
+        seconds, gib = now() - attempt.begin, attempt.nbytes / 2**30
         logger.info(
             "committed %s: %.3f GiB of this rank, blocked %.4f s, durable after %.2f s (%.2f GiB/s)",
             attempt.path,
-            attempt.nbytes / 2**30,
+            gib,
             attempt.blocked_seconds,
             seconds,
-            attempt.nbytes / 2**30 / seconds,
+            gib / seconds,
         )
-        attempt.committed.set_result(done.result())
+        held, starved = self.fence.held_seconds, self._stager.starved_seconds
+        if min(held, starved) > ADVICE_SECONDS and not self._has_advised:
+            self._has_advised = True
+            logger.warning(
+                "flushing is slower than saving: training was held back for %.1f s because the host cache was full; "
+                "raise host_cache_size to >= %.1f or save less often than every %.1f s",
+                held,
+                gib * 1.05,
+                seconds,
+            )
 
 
 def _done() -> Future[None]:
-    future: Future[None] = Future()
+    future = running_future(type(None))
     future.set_result(None)
     return future
 

@@ -125,7 +125,7 @@ class TestSafetensors(FormatContract):
         code = (
             "import sys, datastates\n"
             "from datastates.errors import ForeignObjectError\n"
-            "try:\n    datastates.load(sys.argv[1])\n"
+            "try:\n    datastates.load(sys.argv[1], weights_only=False)\n"
             "except ForeignObjectError as error:\n    print(error.fqn, error.class_name)\n"
         )
         command = [sys.executable, "-c", code, path]

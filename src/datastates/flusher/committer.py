@@ -18,15 +18,17 @@ from datastates.errors import CorruptCheckpointError, StorageError
 from datastates.flusher.protocol import Abort, Answer, AttemptFailed, Commit, Publish, Settled, shortened
 from datastates.flusher.writer import FileState, IncomingFile, WritePipeline
 from datastates.manifest import (
+    ABORTED_NAME,
     LATEST_NAME,
     METADATA_NAME,
+    UNFINISHED_NAME,
     CommitRecord,
     Failure,
     Manifest,
-    read_aborted,
+    read_causes,
     read_commit,
     read_manifest,
-    write_aborted,
+    write_causes,
     write_manifest,
 )
 from datastates.recovery import AttemptLock, is_decided, remove_superseded, roll_forward
@@ -34,7 +36,7 @@ from datastates.storage import fsync_directory, make_names_durable, partial_path
 
 _FIRST_POLL_SECONDS = 0.01
 _LAST_POLL_SECONDS = 1.0
-_COMMIT_TRIES = 6  # at polls, so within a third of a second
+_TRIES = 6  # at polls, so within a third of a second
 _ENDED = (FileState.DURABLE, FileState.PUBLISHED, FileState.FAILED)
 
 
@@ -161,8 +163,8 @@ class Committer:
             self._abort(self._attempt(message.attempt), message.cause, message.directory)
 
     def _abort(self, attempt: Attempt, cause: str, directory: str) -> None:
-        if attempt.deadline is not None and self._rank != 0:
-            return  # this rank has promised its part: the outcome is rank 0's decision
+        if self._is_bound(attempt):
+            return  # promised, or decided: the outcome comes by itself
         attempt.directory = attempt.directory or directory
         self._fail(attempt, Failure(cause), {self._rank: cause})
 
@@ -185,10 +187,8 @@ class Committer:
                 self._advance_files(attempt)
             elif isinstance(attempt.request, Commit):
                 self._advance_commit(attempt, attempt.request)
-        except OSError as error:
-            self._fail(attempt, _failure(error, attempt))
-        except CorruptCheckpointError as error:
-            self._fail(attempt, Failure(str(error), None, error.path))
+        except (OSError, CorruptCheckpointError) as error:
+            self._fail_or_retry(attempt, _failure(error, attempt))
 
     def _advance_files(self, attempt: Attempt) -> None:
         for file in attempt.files:
@@ -223,9 +223,13 @@ class Committer:
         if record is not None and record.attempt == attempt.name:
             self._announce(attempt, request, record)
             return
-        causes = read_aborted(attempt.directory, attempt.name)
+        causes = read_causes(attempt.directory, attempt.name, ABORTED_NAME)
         if causes is not None:
             self._fail(attempt, Failure(_cause_text(causes)), causes)
+            return
+        causes = None if self._rank == 0 else read_causes(attempt.directory, attempt.name, UNFINISHED_NAME)
+        if causes is not None:
+            self._end(attempt, Failure(_cause_text(causes)), causes)
             return
         if attempt.deadline is None:
             self._promise(attempt, request)
@@ -260,10 +264,7 @@ class Committer:
         try:
             record = roll_forward(attempt.directory, manifests, request.tag)
         except OSError as error:
-            if is_decided(attempt.directory, attempt.name):
-                self._end_or_retry(attempt, error)  # whatever the end, it can be rolled forward later
-            else:
-                self._fail(attempt, _failure(error, attempt))
+            self._fail_or_retry(attempt, _failure(error, attempt))
             return
         self._announce(attempt, request, record)
 
@@ -277,7 +278,7 @@ class Committer:
                 if request.update_latest:
                     write_atomically(pointer, request.tag.encode("utf-8", "surrogateescape"))
             except StorageError as error:
-                self._end_or_retry(attempt, error)
+                self._fail_or_retry(attempt, _failure(error, attempt))
                 return
         if self._rank == 0:
             try:
@@ -286,12 +287,39 @@ class Committer:
                 self._warn(f"leftovers in {attempt.directory} stay: {error}")
         self._settle(attempt, record.nbytes, record.num_files)
 
-    def _end_or_retry(self, attempt: Attempt, error: OSError) -> None:
-        """The commit is decided and cannot be taken back: try again at the next polls, then tell the trainer."""
+    def _fail_or_retry(self, attempt: Attempt, failure: Failure) -> None:
+        """Give an attempt up, unless others count on it: then try again at the next polls, and in the end leave it.
+
+        What is left so can be rolled forward later: by its job's next start, or by rank 0 if this is another rank.
+        """
+        if not self._is_bound(attempt):
+            self._fail(attempt, failure)
+            return
         attempt.num_failures += 1
-        attempt.deadline = attempt.deadline or time.monotonic()  # polls, also in a flusher that found the record
-        if attempt.num_failures >= _COMMIT_TRIES:
-            self._end(attempt, _failure(error, attempt), {})
+        attempt.deadline = attempt.deadline or time.monotonic() + self._commit_timeout_seconds  # so that it polls
+        if attempt.num_failures < _TRIES:
+            return
+        text = shortened(failure.message)
+        if self._rank == 0:
+            try:
+                write_causes(attempt.directory, attempt.name, UNFINISHED_NAME, {0: text})
+            except StorageError as error:
+                text += f"; the other ranks could not be told: {error}"
+        self._end(attempt, Failure(text, failure.errno, failure.path), {})
+
+    def _is_bound(self, attempt: Attempt) -> bool:
+        """Whether this rank's files must stay: promised to rank 0, or part of a commit that rank 0 has decided."""
+        if not isinstance(attempt.request, Commit):
+            return False
+        try:
+            if self._rank == 0:
+                return is_decided(attempt.directory, attempt.name)
+            own = read_manifest(attempt.directory, attempt.name, self._rank)
+        except StorageError:
+            return True  # it may be
+        except CorruptCheckpointError:
+            return False
+        return own is not None and own[0].failed is None
 
     def _collect(self, attempt: Attempt) -> dict[int, str]:
         """Read the manifests that have come; returns the cause by rank of those that failed."""
@@ -332,7 +360,7 @@ class Committer:
             manifest = Manifest(attempt.name, self._rank, self._world_size, "", (), time.time(), failure)
             write_manifest(attempt.directory, manifest)
         if self._rank == 0:
-            write_aborted(attempt.directory, attempt.name, causes)
+            write_causes(attempt.directory, attempt.name, ABORTED_NAME, causes)
 
     def _settle(self, attempt: Attempt, nbytes: int, num_files: int) -> None:
         self._forget(attempt)
@@ -377,9 +405,10 @@ def _look_again() -> None:
     """Nothing new but time, or the end of a file."""
 
 
-def _failure(error: OSError, attempt: Attempt) -> Failure:
-    path = error.path if isinstance(error, StorageError) else error.filename
-    return Failure(str(error), error.errno, str(path or attempt.directory))
+def _failure(error: OSError | CorruptCheckpointError, attempt: Attempt) -> Failure:
+    path = error.filename if isinstance(error, OSError) and not isinstance(error, StorageError) else error.path
+    code = error.errno if isinstance(error, OSError) else None
+    return Failure(str(error), code, str(path or attempt.directory))
 
 
 def _read_record(directory: str) -> CommitRecord | None:

@@ -1,0 +1,101 @@
+"""What becomes of saves: which are in flight, which have failed, and who has been told."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from datastates.attempt import Attempt
+from datastates.errors import SaveSkippedError, TornSnapshotError
+from datastates.events import EventLog, now
+from datastates.flusher.work import CommitResult
+
+logger = logging.getLogger(__name__)
+
+
+class Outcomes:
+    """Follows attempts until they are committed or lost. Thread safe.
+
+    A failure is logged at once and kept until `raise_failure` has raised it.
+    """
+
+    def __init__(self, events: EventLog, on_committed: Callable[[Attempt], None], forgiving: bool) -> None:
+        """Args:
+        events: receives the record ``skipped``.
+        on_committed: called with each attempt that is committed, on the thread that learns of it.
+        forgiving: a checkpoint that commits makes up for earlier failures: they are not raised any more.
+        """
+        self._events = events
+        self._on_committed = on_committed
+        self._forgiving = forgiving
+        self._lock = threading.Lock()  # protects the fields below
+        self._unsettled: list[Attempt] = []
+        self._failures: list[BaseException] = []
+        self._torn_fqns: frozenset[str] = frozenset()
+
+    @property
+    def unsettled(self) -> list[Attempt]:
+        """The attempts in flight, oldest first."""
+        with self._lock:
+            return list(self._unsettled)
+
+    @property
+    def torn_fqns(self) -> frozenset[str]:
+        """Tensors that have changed too early once, and may do so again."""
+        return self._torn_fqns
+
+    def pending(self, path: str) -> list[Attempt]:
+        """The attempts in flight that a file belongs to, oldest first."""
+        path = os.path.abspath(path)
+        return [a for a in self.unsettled if path == a.path or path.startswith(a.path + os.sep)]
+
+    def add(self, attempt: Attempt) -> None:
+        """An attempt has been made; `settle` ends it."""
+        with self._lock:
+            self._unsettled.append(attempt)
+
+    def skip(self, attempt: Attempt) -> None:
+        """Nothing is saved for an attempt, since others are in flight."""
+        error = SaveSkippedError(f"{attempt.path}: not saved, {len(self.unsettled)} earlier saves are in flight")
+        self._note_skipped(attempt, error)
+        attempt.committed.set_exception(error)
+
+    def settle(self, attempt: Attempt, done: Future[CommitResult]) -> None:
+        """The flusher's last word about an attempt."""
+        failed = done.exception()
+        error = None if failed is None else attempt.blames(failed)
+        with self._lock:
+            self._unsettled.remove(attempt)
+            if error is None and self._forgiving and attempt.directory is not None:
+                self._failures.clear()
+        if error is None:
+            self._on_committed(attempt)
+            attempt.committed.set_result(done.result())
+        elif isinstance(error, SaveSkippedError):
+            self._note_skipped(attempt, error)
+            attempt.committed.set_exception(error)
+        else:
+            self.fail(f"save lost, nothing earlier is harmed: {attempt.path}", error)
+            attempt.committed.set_exception(error)
+
+    def fail(self, what: str, error: BaseException) -> None:
+        """Something failed in the background: log it, and keep it for `raise_failure`."""
+        logger.error("%s: %s", what, error)
+        with self._lock:
+            self._failures.append(error)
+            if isinstance(error, TornSnapshotError):
+                self._torn_fqns |= frozenset(error.fqns)
+
+    def raise_failure(self) -> None:
+        """Raise the first failure that has not been raised yet, and forget the others (they are in the log)."""
+        with self._lock:
+            failures, self._failures = self._failures, []
+        if failures:
+            raise failures[0]
+
+    def _note_skipped(self, attempt: Attempt, error: SaveSkippedError) -> None:
+        logger.warning("%s", error)
+        self._events.record("skipped", attempt.begin, now(), path=attempt.path, error=str(error))
