@@ -2,6 +2,7 @@
 # make test     run the tests                      make test ARGS="-k config"
 # make lint     form, types, documents             make lint ARGS=--fix repairs what can be repaired
 # make bench    measure saving against torch.save  make bench ARGS="--dir /scratch --repeat 5"
+# make stress   kill and soak for 20 minutes     make stress ARGS="--kills 50 --saves 500"
 # make docs     check the links, paths and commands in the documents
 # make clean    remove what the targets above made
 #
@@ -16,7 +17,7 @@ export PYTHON VENV
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint bench docs clean
+.PHONY: help install demo test lint bench stress docs clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile
@@ -37,6 +38,9 @@ lint: $(INSTALLED)
 
 bench: $(INSTALLED)
 	@scripts/bench $(ARGS)
+
+stress: $(INSTALLED)
+	@$(VENV)/bin/python scripts/stress.py $(ARGS)
 
 docs: $(INSTALLED)
 	@$(VENV)/bin/python scripts/check_docs.py

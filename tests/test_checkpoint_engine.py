@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import os
 import signal
 import threading
+import weakref
 from pathlib import Path
 
 import pytest
@@ -450,3 +452,122 @@ def test_events_are_written_for_machines(tmp_path):
     lines = Path(tmp_path / "events" / "events-rank00003.jsonl").read_text().splitlines()
     names = [json.loads(line)["event"] for line in lines]
     assert {"save", "stage", "staged", "flush", "durable", "committed"} <= set(names)
+
+
+def test_closing_at_once_starts_no_second_flusher_and_logs_nothing(caplog):
+    for _ in range(3):
+        with CheckpointEngine({"host_cache_size": 1}, rank=0):
+            pass
+    assert caplog.records == []
+
+
+def test_leaving_the_block_makes_everything_durable(tmp_path):
+    with CheckpointEngine(SMALL, rank=0) as engine:
+        engine.save({"w": torch.ones(100_000)}, str(tmp_path / "state.pt"))
+    assert os.listdir(tmp_path) == ["state.pt"]
+
+
+@pytest.mark.parametrize("name", ["nul\0.pt", "lone\ud800.pt"])
+def test_a_name_that_cannot_be_one_harms_no_other_save(engine, tmp_path, name):
+    pid = engine.saver.flusher_pid
+    engine.save({"w": torch.ones(1 << 20)}, str(tmp_path / "good.pt"))
+    with pytest.raises(ValueError, match="cannot be a path"):
+        engine.save({"n": 1}, str(tmp_path / name))
+    engine.wait(persist=True)
+    assert os.listdir(tmp_path) == ["good.pt"]
+    assert engine.saver.flusher_pid == pid
+
+
+@pytest.mark.parametrize("tag", [5, Path("x"), "", None])
+def test_a_tag_that_is_no_text_is_refused_at_once(engine, tmp_path, tag):
+    with pytest.raises(ValueError, match="tag is"), engine.checkpoint(str(tmp_path / "x"), tag):
+        pytest.fail("the body must not run")
+
+
+def test_what_is_no_file_is_never_replaced(engine, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    for name in ("pipe", "folder"):
+        with pytest.raises(StorageError, match="no regular file"):
+            engine.save({"n": 1}, str(tmp_path / name))
+    engine.wait(persist=True)
+    assert sorted(os.listdir(tmp_path)) == ["folder", "pipe"]
+
+
+def test_one_folder_under_two_names_is_one_folder(engine, tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    engine.save({"n": 1}, str(tmp_path / "real" / "state.pt"))
+    engine.wait(persist=True)
+    os.kill(engine.saver.flusher_pid, signal.SIGSTOP)
+    engine.save({"n": 2}, str(tmp_path / "real" / "state.pt"))
+    engine.save({"n": 3}, str(tmp_path / "link" / "state.pt"))
+    os.kill(engine.saver.flusher_pid, signal.SIGCONT)
+    assert engine.load(str(tmp_path / "link" / "state.pt"))["n"] == 3
+
+
+def test_a_storage_that_is_freed_too_early_loses_the_save_and_not_the_process(engine, tmp_path):
+    tensor = torch.ones(3 << 20)
+    os.kill(engine.saver.flusher_pid, signal.SIGSTOP)
+    engine.save({"filler": torch.ones(1 << 20), "freed": tensor}, str(tmp_path / "state.pt"))
+    tensor.untyped_storage().resize_(0)
+    os.kill(engine.saver.flusher_pid, signal.SIGCONT)
+    with pytest.raises(DataStatesError, match="freed"):
+        engine.wait(persist=True)
+
+
+class Buffer(bytearray):
+    """Memory of a tensor that a weak reference can watch."""
+
+
+def test_the_state_is_let_go_without_a_garbage_collection(engine, tmp_path):
+    gc.disable()
+    try:
+        for suffix in ("pt", "safetensors"):
+            buffer = Buffer(1 << 20)
+            is_alive = weakref.ref(buffer)
+            tensor = torch.frombuffer(buffer, dtype=torch.float32)
+            engine.save({"w": tensor, "view": tensor[:10]}, str(tmp_path / f"state.{suffix}"))
+            engine.wait(persist=True)
+            del tensor, buffer
+            assert is_alive() is None
+    finally:
+        gc.enable()
+
+
+def test_objects_of_saves_that_wait_do_not_pile_up_in_memory(tmp_path):
+    engine = CheckpointEngine({**SMALL, "eager_budget_bytes": 1_500_000}, rank=0)
+    flusher = engine.saver.flusher_pid
+    os.kill(flusher, signal.SIGSTOP)
+    engine.save({"w": torch.ones(3 << 20)}, str(tmp_path / "large.pt"))
+    engine.save({"blob": b"x" * (1 << 20)}, str(tmp_path / "0.pt"))
+    saved = threading.Event()
+    saver = threading.Thread(
+        target=lambda: (engine.save({"blob": b"y" * (1 << 20)}, str(tmp_path / "1.pt")), saved.set())
+    )
+    saver.start()
+    saver.join(0.2)
+    assert not saved.is_set()
+    os.kill(flusher, signal.SIGCONT)
+    saver.join(30)
+    engine.close()
+    assert torch.load(tmp_path / "1.pt")["blob"] == b"y" * (1 << 20)
+
+
+def test_a_child_of_multiprocessing_finishes_its_saves(run_script, tmp_path):
+    code = """
+import multiprocessing, torch
+
+def child():
+    from datastates import CheckpointEngine
+    engine = CheckpointEngine({"host_cache_size": 2**-8}, rank=0)
+    engine.save({"w": torch.ones(3 << 20)}, "child.pt")
+
+if __name__ == "__main__":
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+"""
+    run_script(code)
+    assert float(torch.load(tmp_path / "child.pt")["w"].sum()) == 3 << 20

@@ -115,9 +115,7 @@ def test_unknown_key_names_the_nearest_known_one(key, nearest):
 
 
 def test_a_key_like_no_other_still_lists_the_known_ones():
-    with pytest.raises(
-        ConfigError, match=r"unknown key 7; did you mean .*Known: close_timeout_seconds, .*when_busy$"
-    ):
+    with pytest.raises(ConfigError, match=r"unknown key 7; did you mean .*Known: close_timeout_seconds, .*when_busy$"):
         from_section({"host_cache_size": 1, 7: 1})
 
 

@@ -21,6 +21,7 @@ from datastates.errors import (
     ForeignObjectError,
     HostCacheError,
     ProtocolError,
+    SaveSkippedError,
     StateError,
     StorageError,
     TornSnapshotError,
@@ -39,14 +40,15 @@ EXAMPLES = [
         OSError,
         {"errno": errno.ENOSPC, "path": "/x/a.pt", "rank": 3},
     ),
-    (StorageError("a write of 0 bytes"), OSError, {"errno": None, "path": "", "rank": 0}),
-    (StorageError("short", None, "/x", 1), OSError, {"errno": None, "path": "/x", "rank": 1}),
+    (StorageError("a write of 0 bytes"), OSError, {"errno": None, "path": "", "rank": None, "tag": ""}),
+    (StorageError("short", None, "/x", 1, "s1"), OSError, {"errno": None, "path": "/x", "rank": 1, "tag": "s1"}),
     (FlusherDiedError("ended 3 times"), RuntimeError, {}),
     (
-        CommitError("rank 1 failed", {1: "disk full", 0: "timeout"}),
+        CommitError("rank 1 failed", {1: "disk full", 0: "timeout"}, "s1"),
         RuntimeError,
-        {"ranks": {1: "disk full", 0: "timeout"}},
+        {"ranks": {1: "disk full", 0: "timeout"}, "tag": "s1"},
     ),
+    (SaveSkippedError("2 saves are in flight"), RuntimeError, {}),
     (ProtocolError("unknown message 77"), ValueError, {}),
     (CommitError("not committed"), RuntimeError, {"ranks": {}}),
     (WaitTimeoutError("waited 5 s for a slab"), TimeoutError, {}),
@@ -82,7 +84,8 @@ def test_every_error_has_an_example():
 def test_message_builtin_and_attributes(error, builtin, attributes):
     assert isinstance(error, builtin) and isinstance(error, DataStatesError)
     assert {name: getattr(error, name) for name in attributes} == attributes
-    assert re.fullmatch(r"[\w /.:0-9]+", str(error)), "the message alone, no tuple of arguments"
+    form = r"(checkpoint '\w+': )?[\w /.:]+( \(rank \d+(, checkpoint '\w+')?\))?"
+    assert re.fullmatch(form, str(error)), "the message and whom it concerns, no tuple of arguments"
 
 
 @pytest.mark.parametrize("remake", [copy.copy, *(lambda e, p=p: pickle.loads(pickle.dumps(e, p)) for p in range(6))])

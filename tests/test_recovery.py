@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import zlib
 from collections.abc import Callable
@@ -138,6 +139,24 @@ def test_what_is_incomplete_goes(tmp_path: Path, what: str) -> None:
     assert sorted(os.listdir(tmp_path / ".datastates")) == ["a-1", "commit.json"]
 
 
+@pytest.mark.parametrize(("number", "expected"), [(3, Recovery.ROLLED_FORWARD), (4, Recovery.CLEANED)])
+def test_files_of_equal_size_are_not_mixed(tmp_path: Path, number: int, expected: Recovery) -> None:
+    commit(tmp_path, "a-1", OLD)
+    manifests = prepare(tmp_path, "a-2", {"f": b"new", "g": b"new"})
+    with pytest.MonkeyPatch.context() as patch:
+        cut_after(patch, number)  # staged, two places withdrawn; with the fourth f is renamed
+        with pytest.raises(CutError):
+            roll_forward(str(tmp_path), manifests, "tag")
+    Path(partial_path(str(tmp_path / "g"), "a-2")).unlink()  # by a job that began to save g again
+    assert recover(str(tmp_path)) is expected
+    if expected is Recovery.ROLLED_FORWARD:  # the older checkpoint is still whole
+        assert holds(tmp_path, OLD) and read_commit(str(tmp_path)).attempt == "a-1"
+    else:
+        assert (tmp_path / "f").read_bytes() == b"new" and (tmp_path / "g").read_bytes() == b"old"
+        assert read_commit(str(tmp_path)) is None
+    assert left(tmp_path) == []
+
+
 def test_what_a_living_process_owns_stays(tmp_path: Path) -> None:
     prepare(tmp_path, "a-1", NEW)
     lock = AttemptLock(str(tmp_path), "a-1")
@@ -187,3 +206,15 @@ def test_clean_leftovers(tmp_path: Path) -> None:
     assert left(tmp_path / "s2") == left(tmp_path / "s3") == left(tmp_path / "s4") == []
     for path in (outside / ".f.a-0.datastates.partial", tmp_path / "mine" / ".model.bin.partial"):
         path.unlink()  # neither was touched
+
+
+def test_clean_leftovers_removes_the_latest_of_a_dead_writer_only(tmp_path: Path) -> None:
+    temporary = tmp_path / ".latest.tmp"
+    temporary.write_bytes(b"step")
+    descriptor = os.open(temporary, os.O_WRONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    clean_leftovers(str(tmp_path))
+    assert temporary.exists()
+    os.close(descriptor)
+    clean_leftovers(str(tmp_path))
+    assert not temporary.exists()

@@ -7,6 +7,7 @@ import fcntl
 import mmap
 import os
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -136,3 +137,11 @@ def test_read_chunks(tmp_path: Path) -> None:
     assert b"".join(map(bytes, storage.read_chunks(str(path), 10, 95, 20))) == bytes(range(10, 95))
     with pytest.raises(StorageError, match="ends at 100, expected 101"):
         list(storage.read_chunks(str(path), 10, 101, 20))
+
+
+def test_a_folder_below_a_file_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is no folder of another host that will show up."""
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("waits for a folder that cannot come"))
+    with pytest.raises(FileExistsError):
+        storage.make_directories(str(tmp_path / "file" / "step1" / "deeper"))

@@ -1,4 +1,4 @@
-"""Copies of eager tensors, made inside ``save()`` within a budget of bytes."""
+"""Copies of eager tensors and other bytes in host memory, made inside ``save()`` within a budget of bytes."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from datastates.state import capture_host
 
 
 class EagerBudget:
-    """Host memory that copies of eager tensors may take, over all saves in flight. Thread safe."""
+    """Host memory that copies and serialised objects may take, over all saves in flight. Thread safe."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
-        self._lock = threading.Lock()  # protects _taken_bytes
+        self._condition = threading.Condition()  # protects _taken_bytes
         self._taken_bytes = 0
 
     def __repr__(self) -> str:
@@ -22,15 +22,31 @@ class EagerBudget:
 
     def take(self, nbytes: int) -> bool:
         """Take a part of the budget if there is enough left; does not block."""
-        with self._lock:
+        with self._condition:
             if self._taken_bytes + nbytes > self._limit_bytes:
                 return False
             self._taken_bytes += nbytes
             return True
 
+    def wait_take(self, nbytes: int, own_bytes: int) -> None:
+        """Take a part of the budget that must be had.
+
+        Blocks while other saves hold so much of it that it is exceeded; what is too large for the budget passes alone.
+
+        Args:
+            nbytes: how much.
+            own_bytes: what the caller has taken before.
+        """
+        with self._condition:
+            self._condition.wait_for(
+                lambda: self._taken_bytes <= own_bytes or self._taken_bytes + nbytes <= self._limit_bytes
+            )
+            self._taken_bytes += nbytes
+
     def give_back(self, nbytes: int) -> None:
-        with self._lock:
+        with self._condition:
             self._taken_bytes -= nbytes
+            self._condition.notify_all()
 
 
 class Captures:
@@ -50,6 +66,11 @@ class Captures:
             return None
         self.nbytes += nbytes
         return capture_host(tensor) if tensor.device.type == "cpu" else tensor.detach().clone()
+
+    def hold(self, nbytes: int) -> None:
+        """Count literal bytes of the same save (pickled objects, arrays) in; blocks while others fill the budget."""
+        self._budget.wait_take(nbytes, self.nbytes)
+        self.nbytes += nbytes
 
     def release(self) -> None:
         """Give the memory back to the budget; idempotent."""

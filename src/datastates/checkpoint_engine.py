@@ -23,11 +23,14 @@ from datastates.attempt import Attempt
 from datastates.config import SECTION, CheckpointConfig
 from datastates.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError
 from datastates.fence import Fence
-from datastates.saver import Saver
+from datastates.saver import Saver, resolved
 from datastates.state import IsEager
 
 MAX_DEPTH = 3
 """So many folders up from a file its checkpoint's folder is looked for."""
+
+MAX_RANKS = 10**7
+"""More ranks than any machine has; a larger number is a mistake."""
 
 RECOVERY_SECONDS = 10.0
 """So long a load waits for another process that is completing the same commit."""
@@ -136,6 +139,12 @@ class CheckpointEngine:
         """Finish all saves, then free the cache and end the flusher; idempotent. Raises what `wait` would."""
         self._saver.close(self.config.close_timeout_seconds)
 
+    def __enter__(self) -> CheckpointEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     @contextmanager
     def checkpoint(self, directory: str, tag: str, *, update_latest: bool = True) -> Iterator[Attempt]:
         """Files saved inside belong to one checkpoint of all ranks: all of it becomes visible together.
@@ -164,12 +173,13 @@ class CheckpointEngine:
         self._open.attempt = attempt
         try:
             yield attempt
+            self._open.attempt = None
+            self._saver.commit(attempt)
         except BaseException as error:
             self._saver.abort(attempt, f"{type(error).__name__}: {error}")
             raise
         finally:
             self._open.attempt = None
-        self._saver.commit(attempt)
 
     def _agree_on_busy(self) -> tuple[bool, list[str]]:
         """Whether to skip the next checkpoint, and the attempts to drop for it: the same on all ranks."""
@@ -198,7 +208,7 @@ def check_committed(path: str) -> None:
             file.
         CorruptCheckpointError: the file's size is not what the checkpoint's manifest says.
     """
-    path = os.path.abspath(path)
+    path = resolved(path)
     directory = _checkpoint_of(path)
     if directory is None:
         return
@@ -235,19 +245,20 @@ def _is_committed(directory: str) -> bool:
     return True
 
 
-def _section(deepspeed_config: object) -> Mapping[str, Any] | None:
+def _section(deepspeed_config: object) -> Any:
     """The ``datastates_ckpt`` section, from any of the forms that the constructor takes."""
     if isinstance(deepspeed_config, Mapping):
-        inner = deepspeed_config.get(SECTION, deepspeed_config)
-        return inner if isinstance(inner, Mapping) else None
-    section = getattr(getattr(deepspeed_config, "datastates_config", None), "config", None)
-    return section if isinstance(section, Mapping) else None
+        return deepspeed_config.get(SECTION, deepspeed_config)
+    settings = getattr(deepspeed_config, "datastates_config", None)
+    return deepspeed_config if settings is None else settings.config
 
 
 def _check_rank(rank: int | None) -> int:
     if not (distributed.is_available() and distributed.is_initialized()):
-        return 0 if rank is None else rank
-    own = distributed.get_rank()
+        if rank is not None and not (isinstance(rank, int) and 0 <= rank < MAX_RANKS):
+            raise ConfigError(f"rank is {rank!r}, expected a number from 0")
+        return rank or 0
+    own = int(distributed.get_rank())
     if rank not in (None, own):
         raise ConfigError(f"rank is {rank}, but torch.distributed says that this process is rank {own}")
     return own

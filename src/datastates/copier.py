@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 
 from datastates.copying import copy_range, is_flat, row_blocks
+from datastates.errors import TornSnapshotError
 from datastates.plan import Piece
 
 logger = logging.getLogger(__name__)
@@ -60,6 +61,7 @@ class HostCopier:
     def copy(self, piece: Piece, destination: torch.Tensor, after: Mark | None) -> None:  # noqa: ARG002 - the protocol's
         source = piece.segment.source
         assert isinstance(source, torch.Tensor)  # noqa: S101 - the stager copies literals itself
+        check_storage(source, piece.segment.fqn)
         copy_range(source, piece.segment_begin, destination, piece.nbytes)
 
     def mark(self) -> Mark | None:
@@ -84,6 +86,7 @@ class DeviceCopier:
     def copy(self, piece: Piece, destination: torch.Tensor, after: Mark | None) -> None:
         source = piece.segment.source
         assert isinstance(source, torch.Tensor)  # noqa: S101 - the stager copies literals itself
+        check_storage(source, piece.segment.fqn)
         if isinstance(after, torch.Event):
             self._stream.wait_event(after)
         with torch.no_grad(), self._stream:
@@ -99,6 +102,19 @@ class DeviceCopier:
     def hold_current_stream(self, mark: Mark) -> None:
         if isinstance(mark, torch.Event):
             torch.accelerator.current_stream(self._device).wait_event(mark)
+
+
+def check_storage(source: torch.Tensor, fqn: str) -> None:
+    """Raise TornSnapshotError if a tensor's memory was freed since ``save()``, as ``storage.resize_(0)`` does.
+
+    It can be freed right after this look, too: the fence forbids that, this only catches who does not know.
+    """
+    extent = sum((size - 1) * stride for size, stride in zip(source.shape, source.stride(), strict=True)) + 1
+    needed = (source.storage_offset() + extent) * source.element_size()
+    if source.untyped_storage().nbytes() < needed:
+        raise TornSnapshotError(
+            f"{fqn}: its storage was freed or shrunk between save() and its copy; call wait() before that", (fqn,)
+        )
 
 
 def device_blocks(source: torch.Tensor, begin: int, nbytes: int) -> Iterator[torch.Tensor]:

@@ -296,7 +296,7 @@ def verify(directory: str) -> list[Problem]:
         return problems
     for file in files.values():
         if os.path.join(directory, file.name) not in wrong:
-            problems.extend(_verify_file(directory, file))
+            problems.extend(verify_file(directory, file))
     return problems
 
 
@@ -324,7 +324,8 @@ def _check_sizes(directory: str, files: Iterable[FileRecord]) -> Iterator[Proble
             yield Problem(path, f"the file has {nbytes} bytes, expected {file.nbytes}", min(nbytes, file.nbytes))
 
 
-def _verify_file(directory: str, file: FileRecord) -> Iterator[Problem]:
+def verify_file(directory: str, file: FileRecord) -> Iterator[Problem]:
+    """What is wrong with the bytes of one file of a checkpoint. Reads all of it."""
     path = os.path.join(directory, file.name)
     for index, expected in enumerate(file.crc32):
         begin = index * file.slab_nbytes

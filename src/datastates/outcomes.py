@@ -49,13 +49,17 @@ class Outcomes:
 
     def pending(self, path: str) -> list[Attempt]:
         """The attempts in flight that a file belongs to, oldest first."""
-        path = os.path.abspath(path)
         return [a for a in self.unsettled if path == a.path or path.startswith(a.path + os.sep)]
 
     def add(self, attempt: Attempt) -> None:
         """An attempt has been made; `settle` ends it."""
         with self._lock:
             self._unsettled.append(attempt)
+
+    def forget(self, attempt: Attempt) -> None:
+        """The attempt was not made after all."""
+        with self._lock:
+            self._unsettled.remove(attempt)
 
     def skip(self, attempt: Attempt) -> None:
         """Nothing is saved for an attempt, since others are in flight."""
@@ -67,23 +71,25 @@ class Outcomes:
         """The flusher's last word about an attempt."""
         failed = done.exception()
         error = None if failed is None else attempt.blames(failed)
-        with self._lock:
+        if error is None:
+            self._on_committed(attempt)
+        elif isinstance(error, SaveSkippedError):
+            self._note_skipped(attempt, error)
+        else:
+            where = "" if attempt.path in str(error) else f"{attempt.path}: "
+            self.fail(f"datastates: a save is lost, nothing earlier is harmed: {where}{error}", error)
+        with self._lock:  # not before: whoever finds nothing in flight must find its failure
             self._unsettled.remove(attempt)
             if error is None and self._forgiving and attempt.directory is not None:
                 self._failures.clear()
         if error is None:
-            self._on_committed(attempt)
             attempt.committed.set_result(done.result())
-        elif isinstance(error, SaveSkippedError):
-            self._note_skipped(attempt, error)
-            attempt.committed.set_exception(error)
         else:
-            self.fail(f"save lost, nothing earlier is harmed: {attempt.path}", error)
             attempt.committed.set_exception(error)
 
     def fail(self, what: str, error: BaseException) -> None:
-        """Something failed in the background: log it, and keep it for `raise_failure`."""
-        logger.error("%s: %s", what, error)
+        """Something failed in the background: log what, and keep the error for `raise_failure`."""
+        logger.error("%s", what)
         with self._lock:
             self._failures.append(error)
             if isinstance(error, TornSnapshotError):
@@ -97,5 +103,5 @@ class Outcomes:
             raise failures[0]
 
     def _note_skipped(self, attempt: Attempt, error: SaveSkippedError) -> None:
-        logger.warning("%s", error)
+        logger.warning("datastates: %s", error)
         self._events.record("skipped", attempt.begin, now(), path=attempt.path, error=str(error))

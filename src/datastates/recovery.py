@@ -18,6 +18,7 @@ from datastates.errors import CorruptCheckpointError, StorageError
 from datastates.manifest import (
     ABORTED_NAME,
     COMMIT_NAME,
+    LATEST_NAME,
     LOCK_NAME,
     METADATA_NAME,
     CommitRecord,
@@ -26,6 +27,7 @@ from datastates.manifest import (
     commit_path,
     read_commit,
     read_manifest,
+    verify_file,
 )
 from datastates.storage import (
     fsync_directory,
@@ -38,6 +40,7 @@ from datastates.storage import (
     patiently,
     remove_orphan,
     storage_errors,
+    temporary_path,
     try_lock,
     write_atomically,
 )
@@ -176,7 +179,7 @@ def clean_leftovers(save_directory: str) -> list[str]:
     """Recover every checkpoint directory directly below `save_directory`; final files are never touched.
 
     A directory whose job died before it had asked for a commit holds partial files and no record: those files are
-    removed, too, unless their owner lives.
+    removed, too, unless their owner lives; so is what would have become ``latest``.
 
     Returns:
         The directories in which something was finished or removed.
@@ -186,7 +189,8 @@ def clean_leftovers(save_directory: str) -> list[str]:
         CorruptCheckpointError: a commit record is damaged; directories that come later were not looked at.
     """
     changed = []
-    with storage_errors("list", save_directory):
+    with storage_errors("clean", save_directory):
+        remove_orphan(temporary_path(os.path.join(save_directory, LATEST_NAME)))
         names = sorted(os.listdir(save_directory))
     for name in names:
         directory = os.path.join(save_directory, name)
@@ -222,8 +226,10 @@ def _candidate(directory: str, attempt: str) -> _Candidate | None:
     for manifest, _ in manifests:
         for file in manifest.files:
             path = os.path.join(directory, file.name)
-            if file.nbytes not in (_size(partial_path(path, attempt)), _size(path)):
-                return None
+            if _size(partial_path(path, attempt)) == file.nbytes:
+                continue
+            if _size(path) != file.nbytes or any(verify_file(directory, file)):
+                return None  # what has the final name may be of another save, and of the same size
     return is_decided(directory, attempt), max(manifest.written_at for manifest, _ in manifests), manifests
 
 

@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import atexit
 import concurrent.futures
+import errno
 import logging
 import os
+import stat
 import threading
 import weakref
-from collections.abc import Callable, Collection
+import zlib
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +33,7 @@ from datastates.errors import (
     CommitError,
     DataStatesError,
     SaveSkippedError,
+    StorageError,
     WaitTimeoutError,
 )
 from datastates.events import EventLog, Listener, now
@@ -47,6 +53,9 @@ if TYPE_CHECKING:
     from datastates.plan import FilePlan
 
 logger = logging.getLogger(__name__)
+
+MAX_PATH_BYTES = 4096
+"""Source: PATH_MAX of limits.h on Linux."""
 
 ADVICE_SECONDS = 0.5
 """So long may training be held back for want of host cache, all in all, before the log says what to do about it."""
@@ -94,11 +103,13 @@ class Saver:
         self._owner = os.getpid()
         self._lock = threading.RLock()  # protects the fields up to _has_advised
         self._life = LifeCycle.OPEN
-        self._num_checkpoints = 0
+        self._num_attempts: Counter[str] = Counter()
         self._num_lone_files = 0
         self._staging: list[tuple[str, Future[None]]] = []
         self._unverified: list[tuple[Attempt, Callable[[], Future[CommitResult]]]] = []
         self._has_advised = False
+        self._num_saving = 0
+        self._idle = threading.Condition(self._lock)  # no save() is on its way
         self._closed = threading.Event()
         self._budget = EagerBudget(config.eager_budget_bytes)
         self._attempt_by_job: weakref.WeakKeyDictionary[StagingJob[FlushFile], Attempt] = weakref.WeakKeyDictionary()
@@ -107,6 +118,8 @@ class Saver:
             self._start(world_size, listener, undo)
             undo.pop_all()
         atexit.register(self._close_at_exit)
+        # children of multiprocessing run its own finalizers, not those of atexit
+        self._finalizer = Finalize(None, self._close_at_exit, exitpriority=100)
 
     def _start(self, world_size: int, listener: Listener | None, undo: ExitStack) -> None:
         """Make all parts; ``undo`` gets what takes them away again should a later one fail."""
@@ -163,15 +176,21 @@ class Saver:
                 self._give_up(attempt)
 
     def begin(self, directory: str, tag: str, *, update_latest: bool, skip: bool = False) -> Attempt:
-        """Begin a checkpoint of all ranks in ``directory``. Every rank calls it, in the same order.
+        """Begin a checkpoint of all ranks in ``directory``. Every rank calls it, with the same tag.
 
         With ``skip`` nothing is saved for it, and its future raises SaveSkippedError.
+
+        The name of the attempt, on which the ranks must agree without talking, counts the attempts at this very tag:
+        a rank that has missed a checkpoint takes part in the next one again.
         """
         self._check_open()
+        if not isinstance(tag, str) or not tag:
+            raise ValueError(f"tag is {tag!r}, expected a text")
+        directory = resolved(os.path.join(directory, ""))
         with self._lock:
-            self._num_checkpoints += 1
-            name = f"{self._run_id}-{self._num_checkpoints:06d}"
-        directory = os.path.abspath(directory)
+            self._num_attempts[tag] += 1
+            tag_hash = zlib.crc32(os.fsencode(tag))
+            name = f"{self._run_id}-{tag_hash:08x}-{self._num_attempts[tag]:04d}"
         attempt = Attempt(name, directory, directory, tag, update_latest, is_skipped=skip)
         if skip:
             self._outcomes.skip(attempt)
@@ -199,11 +218,16 @@ class Saver:
 
         Raises:
             StateError: the state cannot be saved; nothing was written.
+            StorageError: what has the path is no file; it is left alone.
+            ValueError: the path cannot be one.
             ClosedError: the saver is closed, or belongs to another process.
         """
-        self._check_open()
+        with self._saving():
+            return self._save(state, resolved(path), attempt, is_eager)
+
+    def _save(self, state: object, path: str, attempt: Attempt | None, is_eager: IsEager | None) -> SaveHandle:
         begin = now()
-        path = os.path.abspath(path)
+        _check_target(path)
         is_lone = attempt is None
         attempt = attempt or self._lone_attempt(path)
         if attempt.is_skipped:
@@ -215,6 +239,7 @@ class Saver:
             captures.release()
             raise
         eager_nbytes, nbytes = captures.nbytes, plan.nbytes
+        captures.hold(sum(segment.nbytes for segment in plan.segments if segment.is_literal) - eager_nbytes)
         attempt.nbytes += nbytes
         handle = self._submit(plan, path, attempt, captures)
         end = now()
@@ -249,6 +274,7 @@ class Saver:
             return
         attempt.error = CommitError(f"{attempt.path}: given up, {cause}", {self._rank: cause})
         self._give_up(attempt)
+        self._client.publish(attempt.name)  # asks for the outcome, which is known; or the client would keep it for ever
         attempt.committed.set_exception(attempt.error)
 
     def wait_staged(self, timeout: float | None = None) -> None:
@@ -295,7 +321,7 @@ class Saver:
             DataStatesError: the youngest of those saves is lost: what is there is older.
             WaitTimeoutError: not settled within ``timeout`` seconds.
         """
-        pending = self._outcomes.pending(path)
+        pending = self._outcomes.pending(resolved(path))
         if not pending:
             return
         self.settle(timeout)
@@ -315,12 +341,15 @@ class Saver:
         if os.getpid() != self._owner:
             return
         deadline = _Deadline(timeout)
-        with self._lock:
+        with self._idle:
             is_first, self._life = self._life is LifeCycle.OPEN, max(self._life, LifeCycle.CLOSING, key=_ORDER.index)
         if not is_first:
             self._closed.wait(timeout)  # somebody else does it
             return
         atexit.unregister(self._close_at_exit)
+        self._finalizer.cancel()
+        with self._idle:
+            self._idle.wait_for(lambda: self._num_saving == 0, deadline.left())
         errors: list[BaseException] = []
         for end in (self._stager.close, self.wait_committed, self._client.close, self._free):
             try:
@@ -333,8 +362,11 @@ class Saver:
             raise errors[0]
 
     def _close_at_exit(self) -> None:
-        """Finish what is in flight when the interpreter ends without `close`; a failure goes to stderr."""
-        self.close(self._config.close_timeout_seconds)
+        """Finish what is in flight when the interpreter ends without `close`; a failure goes to the log, or stderr."""
+        try:
+            self.close(self._config.close_timeout_seconds)
+        except (DataStatesError, OSError) as error:
+            logger.critical("datastates: this process ends with a save lost, exit status notwithstanding: %s", error)
 
     def _free(self, timeout: float | None) -> None:
         """Let go of memory and descriptors. A stager that is stuck is woken: what it has not staged is lost."""
@@ -346,6 +378,19 @@ class Saver:
         finally:
             self._cache.close()
             self.events.close()
+
+    @contextmanager
+    def _saving(self) -> Iterator[None]:
+        """Closing waits for the body to end."""
+        with self._lock:
+            self._check_open()
+            self._num_saving += 1
+        try:
+            yield
+        finally:
+            with self._idle:
+                self._num_saving -= 1
+                self._idle.notify_all()
 
     def _check_open(self) -> None:
         if os.getpid() != self._owner:
@@ -369,7 +414,8 @@ class Saver:
     def _note_reserved(self, done: Future[None]) -> None:
         error = done.exception()
         if error is not None and self._life is LifeCycle.OPEN:
-            self._outcomes.fail("the memory of the host cache cannot be reserved, lower host_cache_size", error)
+            what = f"datastates: the memory of the host cache cannot be reserved, lower host_cache_size: {error}"
+            self._outcomes.fail(what, error)
 
     def _plan(self, state: object, path: str, captures: Captures, is_eager: IsEager | None) -> FilePlan:
         by_size = default_is_eager(self._config.eager_bytes)
@@ -435,7 +481,12 @@ class Saver:
         self._follow(attempt, ask)
 
     def _follow(self, attempt: Attempt, ask: Callable[[], Future[CommitResult]]) -> None:
-        ask().add_done_callback(lambda done: self._outcomes.settle(attempt, done))
+        try:
+            future = ask()
+        except BaseException:
+            self._outcomes.forget(attempt)
+            raise
+        future.add_done_callback(lambda done: self._outcomes.settle(attempt, done))
 
     def _verify(self, jobs: list[StagingJob[FlushFile]]) -> None:
         """Read the sources of the jobs again, then ask for what has been held back for that."""
@@ -467,6 +518,35 @@ class Saver:
                 gib * 1.05,
                 seconds,
             )
+
+
+def resolved(path: str | os.PathLike[str]) -> str:
+    """The one absolute name of a file: its folder without symbolic links, its own name as it is.
+
+    Raises:
+        ValueError: no file can have the name.
+    """
+    text = os.fspath(path)
+    try:
+        if b"\0" in os.fsencode(text):
+            raise ValueError("it holds a NUL")
+    except ValueError as error:
+        raise ValueError(f"{text!r} cannot be a path: {error}") from error
+    directory, name = os.path.split(os.path.abspath(text) if not text.endswith(os.sep) else text)
+    return os.path.join(os.path.realpath(directory), name) if name else os.path.realpath(directory)
+
+
+def _check_target(path: str) -> None:
+    """Refuse to replace what is no file. Raises StorageError."""
+    if len(os.fsencode(path)) >= MAX_PATH_BYTES:
+        raise StorageError(f"{path[:100]}...: longer than {MAX_PATH_BYTES} bytes", errno.ENAMETOOLONG, path)
+    try:
+        mode = os.stat(path).st_mode
+    except OSError:
+        return  # not there, or not reachable: the flusher says so when it makes the file
+    if not stat.S_ISREG(mode):
+        kind = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
+        raise StorageError(f"{path} is no regular file and is not replaced by one", kind, path)
 
 
 def _done() -> Future[None]:

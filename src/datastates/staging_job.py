@@ -97,8 +97,8 @@ class StagingJob(Generic[FileT]):
 
 def torn_error(path: str, fqns: tuple[str, ...]) -> TornSnapshotError:
     return TornSnapshotError(
-        f"{path}: {len(fqns)} tensors changed between save() and their copy, first {fqns[0]!r}: the save was dropped, "
-        "nothing torn is published. Call wait() before changing the state outside of an optimizer's step",
+        f"{path}: tensors changed between save() and their copy ({len(fqns)}, first {fqns[0]!r}): the save was "
+        "dropped, nothing torn is published. Call wait() before changing the state outside of an optimizer's step",
         fqns,
     )
 

@@ -172,7 +172,8 @@ def make_directories(path: str) -> None:
             break
         except OSError as error:
             is_last = attempt == _DIRECTORY_TRIES - 1
-            is_file = error.errno == errno.EEXIST and os.path.lexists(path) and not os.path.isdir(path)
+            found = error.filename or path  # the folder that could not be made: it, or one above it, may be a file
+            is_file = error.errno == errno.EEXIST and os.path.lexists(found) and not os.path.isdir(found)
             if error.errno not in (errno.EEXIST, errno.ENOENT, *_TRANSIENT) or is_file or is_last:
                 raise
         time.sleep(delay)
@@ -304,25 +305,31 @@ def write_all(descriptor: int, data: bytes | memoryview, offset: int) -> None:
         offset += written
 
 
+def temporary_path(path: str) -> str:
+    """Where `write_atomically` makes a small file."""
+    directory, name = os.path.split(path)
+    return os.path.join(directory, f".{name}.tmp")
+
+
 def write_atomically(path: str, data: bytes) -> None:
     """Replace a small file durably: a reader sees the old bytes or the new ones. One writer at a time."""
-    directory, name = os.path.split(path)
-    temporary = os.path.join(directory, f".{name}.tmp")
+    directory = os.path.dirname(path)
+    temporary = temporary_path(path)
     with storage_errors("write", path):
         mode = _mode_of(path)
         descriptor = _create_anew(temporary, 0o666 if mode is None else mode)
         try:
-            try:
-                _set_mode(descriptor, mode)
-                write_all(descriptor, data, 0)
-                fsync(descriptor)
-            finally:
-                os.close(descriptor)
+            try_lock(descriptor)  # until it has its name, so that nobody takes it for a leftover
+            _set_mode(descriptor, mode)
+            write_all(descriptor, data, 0)
+            fsync(descriptor)
             patiently(os.replace, temporary, path)
         except BaseException:
             with contextlib.suppress(FileNotFoundError):
                 patiently(os.unlink, temporary)
             raise
+        finally:
+            os.close(descriptor)
         fsync_directory(directory)
 
 

@@ -11,9 +11,14 @@ number ``first`` (default 0) for ``times`` calls (default: all that follow). Wha
 - ``"killafter"``: SIGKILL after the call
 - ``"hold"``: the call waits until somebody writes to the FIFO ``gate``
 
-``call``: a function of `os`, or ``flock``, or ``read`` (a small file is opened for reading). ``only``: the rule applies
-only to calls with this text in an argument; a descriptor counts with the path that it is open for. ``once``: a path;
-the rule acts in the first process that can create this file, and in no other.
+``call``: a function of `os`, or ``flock``, or ``read`` (a small file is opened for reading). Which calls it applies to:
+
+- ``only``: those with this text in an argument; a descriptor counts with the path that it is open for
+- ``ends``: those of which the last argument, or that path, ends so
+- ``after``: those that come after a file was renamed of which a path holds this text
+- ``once``: a path; the rule acts in the first process that can create this file, and in no other
+
+``met``: a path that is created when the rule acts.
 
 With a file of rules the process is impatient: what it would try again for seconds it tries again for milliseconds.
 """
@@ -32,9 +37,12 @@ from collections.abc import Callable
 from typing import Any
 
 from datastates import storage
+from datastates.flusher import committer
 from datastates.flusher.process import main
 
-CALLS = "open posix_fallocate fstatvfs pwrite ftruncate fsync replace unlink mkdir listdir rmdir fchmod flock read"
+CALLS = (
+    "open posix_fallocate fstatvfs pwrite ftruncate fsync replace unlink mkdir listdir scandir rmdir fchmod flock read"
+)
 _open, _stat, _close, _readlink = os.open, os.stat, os.close, os.readlink
 _takes_descriptor = {"posix_fallocate", "fstatvfs", "pwrite", "ftruncate", "fsync", "fchmod", "flock"}
 
@@ -52,6 +60,9 @@ class Rules:
         """The rule that acts on this call, None when it shall go through."""
         with self._lock:
             self._read()
+            for rule in self._rules:
+                if name == "replace" and rule.get("after", "\n") in text_of(name, arguments):
+                    del rule["after"]
             return next((rule for rule in self._rules if rule["call"] == name and self._acts(rule, arguments)), None)
 
     def _read(self) -> None:
@@ -65,16 +76,24 @@ class Rules:
             _close(descriptor)
 
     def _acts(self, rule: dict[str, Any], arguments: tuple[Any, ...]) -> bool:
-        if "only" in rule and rule["only"] not in text_of(rule["call"], arguments):
+        if "after" in rule:
             return False
+        if not {"only", "ends"}.isdisjoint(rule):
+            text = text_of(rule["call"], arguments)
+            if rule.get("only", "") not in text or not text.endswith(rule.get("ends", "")):
+                return False
         number = rule.get("count", 0)
         rule["count"] = number + 1
         first = rule.get("first", 0)
-        return first <= number < first + rule.get("times", sys.maxsize) and claim(rule)
+        if not first <= number < first + rule.get("times", sys.maxsize) or not claim(rule):
+            return False
+        if "met" in rule:
+            _close(_open(rule["met"], os.O_CREAT))
+        return True
 
 
 def text_of(name: str, arguments: tuple[Any, ...]) -> str:
-    texts = [str(argument) for argument in arguments]
+    texts = [argument for argument in arguments if isinstance(argument, str)]
     if name in _takes_descriptor:
         texts.append(_readlink(f"/proc/self/fd/{arguments[0]}"))
     return " ".join(texts)
@@ -125,5 +144,6 @@ if __name__ == "__main__":
         storage._RETRY_SECONDS = 0.0005
         storage._LOCK_TIMEOUT_SECONDS = 0.01
         storage._DIRECTORY_TRIES = 4
+        committer._FIRST_POLL_SECONDS = 0.001
     install(Rules(sys.argv[1]))
     main(sys.argv[2:])

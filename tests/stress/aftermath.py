@@ -74,9 +74,9 @@ def problems(directory: str, promised: Promised) -> Iterator[str]:
     for name, least in promised.committed.items():
         if (found := moments.get(name)) is None or found < least:
             yield f"{name} was committed at {least}, found {found}"
-    if tag is not None and promised.latest is not None and moments[tag] is not None:
-        if moments[tag] < promised.latest:  # type: ignore[operator]
-            yield f"latest names {tag} of {moments[tag]}, {promised.latest} was committed"
+    found = None if tag is None else moments[tag]
+    if found is not None and promised.latest is not None and found < promised.latest:
+        yield f"latest names {tag} of {found}, {promised.latest} was committed"
     yield from _lone_problems(directory, promised)
     yield from _leftovers(directory)
 
@@ -123,9 +123,7 @@ def _lone_problems(directory: str, promised: Promised) -> Iterator[str]:
 def _leftovers(directory: str) -> Iterator[str]:
     """Whatever belongs to nobody: no file of a save that did not come to its end may stay."""
     for path in Path(directory).rglob("*"):
-        if path.name.endswith(".partial"):
-            yield f"left behind: {path}"
-        elif path.name.endswith(".tmp"):
+        if path.name.endswith((".partial", ".tmp")):
             yield f"left behind: {path}"
     for name in os.listdir(directory):
         folder = os.path.join(directory, name)

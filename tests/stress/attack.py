@@ -66,7 +66,7 @@ class Attack:
         self._trainers = trainers
 
     def happen(self) -> None:
-        """Wait for the moment and strike; then, like a launcher, kill the ranks that are left of a job that is broken."""
+        """Wait for the moment and strike; then, like a launcher, kill the ranks that are left of a broken job."""
         if self._kill.way == "at start":
             time.sleep(self._kill.delay_seconds)
             self._die(self._trainers)

@@ -28,8 +28,9 @@ WAYS = {
 
 SPARE_FLUSHERS = ("all trainers", "one trainer", "stopped trainers", "trainer at request")
 SPARE_TRAINERS = ("one flusher", "all flushers", "stopped flushers", "flusher at point")
+_RARE = ("mkdir", "rmdir", "unlink", "Commit", "Publish")  # a few of them per step at most
+_ONLY_RANK_0 = ("replace", "unlink", "rmdir")  # which commits and clears up; the others hardly do any of these
 REQUESTS = ("OpenFile", "SealTable", "FlushSlab", "Publish", "Commit")
-
 
 
 @dataclass(frozen=True)
@@ -71,17 +72,17 @@ class Kill:
 def choose(chance: random.Random, way: str | None = None, num_ranks: int | None = None) -> Kill:
     """A kill of the given way, or any."""
     way = way or chance.choices(list(WAYS), list(WAYS.values()))[0]
-    num_ranks = num_ranks or chance.choice((1, 1, 2, 2, 3, 4))
-    names = REQUESTS if way.endswith("request") else (*CALLS, *ANSWERS)
+    num_ranks = num_ranks or chance.choice((1, 1, 1, 2, 2, 3, 4))
+    name = chance.choice(REQUESTS if way.endswith("request") else (*CALLS, *ANSWERS))
     return Kill(
         way=way,
         num_ranks=num_ranks,
-        rank=chance.randrange(num_ranks),
+        rank=0 if name in _ONLY_RANK_0 else chance.randrange(num_ranks),
         num_steps=chance.randrange(1, 5),
         delay_seconds=chance.uniform(0, 0.06) if way != "at start" else chance.uniform(0, 0.8),
         lag_seconds=chance.uniform(0, 0.1),
         is_hasty=way in SPARE_FLUSHERS and chance.random() < 0.5,
-        name=chance.choice(names),
-        number=chance.randrange(1, 25 if way.endswith("point") else 12),
+        name=name,
+        number=chance.randrange(1, 4 if name in _RARE else 20),
         is_after=chance.random() < 0.5,
     )

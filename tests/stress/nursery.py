@@ -23,7 +23,8 @@ class Nursery:
     """Starts jobs, one after the other; a context manager. Its processes are not the caller's children."""
 
     def __init__(self) -> None:
-        env = {**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
+        env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "stress.nursery"],
             env=env,

@@ -37,6 +37,7 @@ from datastates.storage import fsync_directory, make_names_durable, partial_path
 _FIRST_POLL_SECONDS = 0.01
 _LAST_POLL_SECONDS = 1.0
 _TRIES = 6  # at polls, so within a third of a second
+_LAST_PATIENCE_SECONDS = 1.0  # for one more look at what is there already
 _ENDED = (FileState.DURABLE, FileState.PUBLISHED, FileState.FAILED)
 
 
@@ -80,6 +81,8 @@ class Committer:
         self._rank = rank
         self._world_size = world_size
         self._commit_timeout_seconds = commit_timeout_seconds
+        self._is_abandoned = False
+        self._given_up: set[int] = set()  # ranks that an abandoned attempt has waited for in vain
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._attempts: dict[str, Attempt] = {}
         self._settled: set[str] = set()
@@ -169,6 +172,7 @@ class Committer:
         self._fail(attempt, Failure(cause), {self._rank: cause})
 
     def _abandon(self, cause: str, everything: bool) -> None:
+        self._is_abandoned = True
         for attempt in list(self._attempts.values()):
             incomplete = [file for file in attempt.files if not file.is_received]
             if everything and attempt.deadline is not None and self._rank != 0:
@@ -235,25 +239,45 @@ class Committer:
             self._promise(attempt, request)
         if self._rank == 0:
             self._decide(attempt, request)
-        elif attempt.deadline is not None and time.monotonic() > attempt.deadline:
-            message = f"rank 0 has not committed {attempt.directory} within {self._commit_timeout_seconds:g} s"
+        elif self._is_out_of_patience(attempt, {0}):
+            message = f"rank 0 has not committed {attempt.directory} within {self._patience_seconds({0}):g} s"
+            self._given_up.add(0)
             self._end(attempt, Failure(message), {0: message})  # it still may: the files stay
 
     def _promise(self, attempt: Attempt, request: Commit) -> None:
+        own = read_manifest(attempt.directory, attempt.name, self._rank)
+        if own is None or own[0].failed is not None:
+            self._write_manifest(attempt, request)
+        # else an earlier flusher of this rank wrote it, and rank 0 may have committed with the checksum of those very
+        # bytes: written again, with another time, it would not be the one that was committed
+        attempt.deadline = time.monotonic() + self._commit_timeout_seconds
+
+    def _write_manifest(self, attempt: Attempt, request: Commit) -> None:
         files = tuple(file.record(os.path.relpath(file.path, attempt.directory)) for file in attempt.files)
         manifest = Manifest(attempt.name, self._rank, self._world_size, request.tag, files, time.time())
         partials = [partial_path(file.path, attempt.name) for file in attempt.files]
         with storage_errors("make durable", attempt.directory):
             make_names_durable(partials, attempt.directory)
         write_manifest(attempt.directory, manifest)
-        attempt.deadline = time.monotonic() + self._commit_timeout_seconds
+
+    def _is_out_of_patience(self, attempt: Attempt, ranks: set[int]) -> bool:
+        spared_seconds = self._commit_timeout_seconds - self._patience_seconds(ranks)
+        return attempt.deadline is not None and time.monotonic() > attempt.deadline - spared_seconds
+
+    def _patience_seconds(self, ranks: set[int]) -> float:
+        """How long to wait for these ranks. Without trainers, one that missed an attempt will not come to a later one:
+        that is not waited for again, or the flushers of a dead job would outlive it by the time limit of each save."""
+        is_hopeless = self._is_abandoned and not self._given_up.isdisjoint(ranks)
+        limit = self._commit_timeout_seconds
+        return min(_LAST_PATIENCE_SECONDS, limit) if is_hopeless else limit
 
     def _decide(self, attempt: Attempt, request: Commit) -> None:
         """Rank 0: commit when all ranks are there, give up when one has failed or the time is over."""
         causes = self._collect(attempt)
-        missing = [rank for rank in range(self._world_size) if rank not in attempt.manifests]
-        if not causes and missing and attempt.deadline is not None and time.monotonic() > attempt.deadline:
-            causes = dict.fromkeys(missing, f"not durable within {self._commit_timeout_seconds:g} s")
+        missing = {rank for rank in range(self._world_size) if rank not in attempt.manifests}
+        if not causes and missing and self._is_out_of_patience(attempt, missing):
+            causes = dict.fromkeys(sorted(missing), f"not durable within {self._patience_seconds(missing):g} s")
+            self._given_up |= missing
         if causes:
             self._fail(attempt, Failure(_cause_text(causes)), causes)
         elif not missing:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 
-from datastates.errors import CommitError, FlusherDiedError, ProtocolError, StorageError
+from datastates.errors import ClosedError, CommitError, FlusherDiedError, ProtocolError, StorageError
 from datastates.events import EventLog, now
 from datastates.flusher.protocol import (
     AttemptFailed,
@@ -111,6 +111,10 @@ class Ledger:
         error = attempt.error or CommitError(f"attempt {attempt.name} was aborted")
         self._record("failed", attempt.begin, path=attempt.path, error=str(error))
         self._deferred.append(lambda: attempt.future.set_exception(error))
+
+    def drop_prefaults(self) -> None:
+        """Nobody needs the host cache any more: its futures raise, and no process is needed for them."""
+        self._fail_prefaults(ClosedError("the flusher client was closed before the host cache was reserved"))
 
     def free_lost(self) -> None:
         """The process is gone: nobody reads the slabs of lost files any more."""

@@ -77,6 +77,7 @@ class Supervisor:
         with self.lock:
             if self.life is LifeCycle.OPEN:
                 self.life = LifeCycle.CLOSING
+                self._ledger.drop_prefaults()
                 if self._process is not None:
                     self.post(Close())
                 self.wake()

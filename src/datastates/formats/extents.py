@@ -114,6 +114,12 @@ class Extents:
                 for view in extent.views:
                     view.extent = extent
 
+    def forget(self) -> None:
+        """Undo the circle between views and extents, which would keep the tensors until a garbage collection."""
+        for views in self._views.values():
+            for view in views:
+                view.extent = None
+
     def find(self, view: View) -> Extent | None:
         """The extent that holds the view, None when it was not foreseen."""
         if view.extent is not None:

@@ -72,6 +72,8 @@ def pickle_state(state: object) -> tuple[bytes, list[Extent]]:
         raise (error if error.fqn else unpicklable(state, error)) from error
     except PICKLE_FAILURES as error:
         raise unpicklable(state, error) from error
+    finally:
+        extents.forget()
     return data, pickler.used
 
 
