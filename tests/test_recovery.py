@@ -15,6 +15,7 @@ from datastates.manifest import (
     FileRecord,
     Manifest,
     check,
+    is_promised,
     read_commit,
     verify,
     write_causes,
@@ -218,3 +219,28 @@ def test_clean_leftovers_removes_the_latest_of_a_dead_writer_only(tmp_path: Path
     os.close(descriptor)
     clean_leftovers(str(tmp_path))
     assert not temporary.exists()
+
+
+def test_a_new_save_leaves_a_decided_attempt_to_recovery(tmp_path: Path) -> None:
+    """The job was cut between two renames; the next one saves the same name without loading, and dies, too."""
+    commit(tmp_path, "a-1", OLD)
+    manifests = prepare(tmp_path, "a-2", {"f": b"new", "g": b"new"})
+    with pytest.raises(CutError), pytest.MonkeyPatch.context() as patch:
+        renames = iter([os.replace, os.replace])
+
+        def cut(source: str, target: str) -> None:
+            rename = next(renames, None)
+            if rename is None:
+                raise CutError
+            rename(source, target)
+
+        patch.setattr("datastates.recovery.os.replace", cut)
+        patch.setattr("datastates.storage.os.replace", cut)
+        roll_forward(str(tmp_path), manifests, "tag")
+    file = create_partial(
+        str(tmp_path / "g"), "a-3", 3, keep=lambda attempt: is_promised(str(tmp_path), attempt), check_free=False
+    )
+    file.close()  # dies here
+    recover(str(tmp_path))
+    assert holds(tmp_path, {"f": b"new", "g": b"new"})
+    assert left(tmp_path) == []

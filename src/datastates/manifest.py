@@ -21,6 +21,7 @@ files in ``D`` that no manifest names.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -41,6 +42,7 @@ LATEST_NAME = "latest"
 FORMAT = "datastates-manifest"
 VERSION = 1
 
+_MAX_DEPTH = 3  # folders up from a file to its checkpoint's
 _READ_BYTES = 4 << 20  # a few of these per second keep up with any disk, and weigh nothing
 
 
@@ -229,6 +231,40 @@ def read_manifest(directory: str, attempt: str, rank: int) -> tuple[Manifest, in
     path = manifest_path(directory, attempt, rank)
     data = read_bytes(path)
     return None if data is None else (Manifest.from_bytes(data, path), crc32(data))
+
+
+def last_seen(directory: str, attempt: str, rank: int) -> str:
+    """What a rank of the same run has saved last beside a checkpoint that it is missing from, as the end of a sentence.
+
+    Empty when nothing is found. For messages only: reads all folders beside the checkpoint's.
+    """
+    run = attempt.rsplit("-", 2)[0] + "-"
+    found: list[tuple[float, str]] = []
+    with contextlib.suppress(OSError, CorruptCheckpointError), os.scandir(os.path.dirname(directory)) as folders:
+        for folder in folders:
+            if folder.path == directory or not has_attempts(folder.path):
+                continue
+            for other in os.listdir(os.path.join(folder.path, METADATA_NAME)):
+                entry = read_manifest(folder.path, other, rank) if other.startswith(run) else None
+                if entry is not None:
+                    found.append((entry[0].written_at, entry[0].tag or folder.name))
+    return f"; the last checkpoint that it took part in is {max(found)[1]!r}" if found else ""
+
+
+def is_promised(directory: str, attempt: str) -> bool:
+    """Whether a rank has completed its part of an attempt, which may thus still be committed.
+
+    Args:
+        directory: the checkpoint's folder, or one inside of it.
+        attempt: not of a living process.
+    """
+    for _ in range(_MAX_DEPTH):
+        folder = attempt_directory(directory, attempt)
+        if os.path.isdir(folder):
+            names = os.listdir(folder)
+            return ABORTED_NAME not in names and any(name.startswith("rank-") for name in names)
+        directory = os.path.dirname(directory)
+    return False
 
 
 def write_manifest(directory: str, manifest: Manifest) -> None:

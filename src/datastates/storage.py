@@ -270,12 +270,13 @@ def remove_orphan(path: str) -> bool:
         os.close(descriptor)
 
 
-def remove_leftovers(directory: str, name: str | None = None) -> list[str]:
+def remove_leftovers(directory: str, name: str | None = None, keep: Callable[[str], bool] | None = None) -> list[str]:
     """Remove partial files of dead owners from one directory.
 
     Args:
         directory: where to look; its sub-directories are not entered.
         name: only leftovers of this final name; all when None.
+        keep: says of an attempt that its files are not to be touched here.
 
     Returns:
         The paths removed.
@@ -283,10 +284,11 @@ def remove_leftovers(directory: str, name: str | None = None) -> list[str]:
     removed = []
     for entry in patiently(os.listdir, directory):
         match = _PARTIAL_NAME.fullmatch(entry)
-        if match and (name is None or _shortened(name) == match["name"]):
-            path = os.path.join(directory, entry)
-            if remove_orphan(path):
-                removed.append(path)
+        if not match or (name is not None and _shortened(name) != match["name"]):
+            continue
+        path = os.path.join(directory, entry)
+        if (keep is None or not keep(match["attempt"])) and remove_orphan(path):
+            removed.append(path)
     return removed
 
 
@@ -428,7 +430,14 @@ class PartialFile:
         self.is_direct = False
 
 
-def create_partial(path: str, attempt: str, nbytes: int, *, check_free: bool = True) -> PartialFile:
+def create_partial(
+    path: str,
+    attempt: str,
+    nbytes: int,
+    *,
+    check_free: bool = True,
+    keep: Callable[[str], bool] | None = None,
+) -> PartialFile:
     """Begin a file: directories made, leftovers of dead owners removed, space reserved.
 
     Args:
@@ -436,6 +445,7 @@ def create_partial(path: str, attempt: str, nbytes: int, *, check_free: bool = T
         attempt: goes into the partial name.
         nbytes: final size.
         check_free: refuse at once when the file system says that it has less room than that.
+        keep: says of an attempt that its leftovers may still be needed.
 
     Raises:
         StorageError: with ``ENOSPC`` when there is no room, before any byte is written.
@@ -444,7 +454,7 @@ def create_partial(path: str, attempt: str, nbytes: int, *, check_free: bool = T
     directory, name = os.path.split(path)
     with storage_errors("create", partial):
         make_directories(directory)
-        remove_leftovers(directory, name)
+        remove_leftovers(directory, name, keep)
         mode = _mode_of(path)
         descriptor = _open_direct(partial, os.O_RDWR | os.O_CREAT, 0o666 if mode is None else mode)
         try:

@@ -25,6 +25,7 @@ from datastates.manifest import (
     CommitRecord,
     Failure,
     Manifest,
+    last_seen,
     read_causes,
     read_commit,
     read_manifest,
@@ -37,6 +38,9 @@ from datastates.storage import fsync_directory, make_names_durable, partial_path
 _FIRST_POLL_SECONDS = 0.01
 _LAST_POLL_SECONDS = 1.0
 _TRIES = 6  # at polls, so within a third of a second
+ORPHAN_SECONDS = 60.0
+"""So long a flusher without its trainer waits for other ranks, which may still have to write what is in their cache."""
+
 _LAST_PATIENCE_SECONDS = 1.0  # for one more look at what is there already
 _ENDED = (FileState.DURABLE, FileState.PUBLISHED, FileState.FAILED)
 
@@ -81,7 +85,7 @@ class Committer:
         self._rank = rank
         self._world_size = world_size
         self._commit_timeout_seconds = commit_timeout_seconds
-        self._is_abandoned = False
+        self._abandoned_at: float | None = None
         self._given_up: set[int] = set()  # ranks that an abandoned attempt has waited for in vain
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._attempts: dict[str, Attempt] = {}
@@ -172,7 +176,7 @@ class Committer:
         self._fail(attempt, Failure(cause), {self._rank: cause})
 
     def _abandon(self, cause: str, everything: bool) -> None:
-        self._is_abandoned = True
+        self._abandoned_at = self._abandoned_at or time.monotonic()
         for attempt in list(self._attempts.values()):
             incomplete = [file for file in attempt.files if not file.is_received]
             if everything and attempt.deadline is not None and self._rank != 0:
@@ -239,7 +243,7 @@ class Committer:
             self._promise(attempt, request)
         if self._rank == 0:
             self._decide(attempt, request)
-        elif self._is_out_of_patience(attempt, {0}):
+        elif self._is_out_of_patience(attempt, {0}) or self._is_forsaken:
             message = f"rank 0 has not committed {attempt.directory} within {self._patience_seconds({0}):g} s"
             self._given_up.add(0)
             self._end(attempt, Failure(message), {0: message})  # it still may: the files stay
@@ -260,6 +264,11 @@ class Committer:
             make_names_durable(partials, attempt.directory)
         write_manifest(attempt.directory, manifest)
 
+    @property
+    def _is_forsaken(self) -> bool:
+        """The trainer is gone for so long that the other ranks' parts, should they come, are left to `recover`."""
+        return self._abandoned_at is not None and time.monotonic() > self._abandoned_at + ORPHAN_SECONDS
+
     def _is_out_of_patience(self, attempt: Attempt, ranks: set[int]) -> bool:
         spared_seconds = self._commit_timeout_seconds - self._patience_seconds(ranks)
         return attempt.deadline is not None and time.monotonic() > attempt.deadline - spared_seconds
@@ -267,7 +276,7 @@ class Committer:
     def _patience_seconds(self, ranks: set[int]) -> float:
         """How long to wait for these ranks. Without trainers, one that missed an attempt will not come to a later one:
         that is not waited for again, or the flushers of a dead job would outlive it by the time limit of each save."""
-        is_hopeless = self._is_abandoned and not self._given_up.isdisjoint(ranks)
+        is_hopeless = self._abandoned_at is not None and not self._given_up.isdisjoint(ranks)
         limit = self._commit_timeout_seconds
         return min(_LAST_PATIENCE_SECONDS, limit) if is_hopeless else limit
 
@@ -276,8 +285,15 @@ class Committer:
         causes = self._collect(attempt)
         missing = {rank for rank in range(self._world_size) if rank not in attempt.manifests}
         if not causes and missing and self._is_out_of_patience(attempt, missing):
-            causes = dict.fromkeys(sorted(missing), f"not durable within {self._patience_seconds(missing):g} s")
+            limit = f"not durable within {self._patience_seconds(missing):g} s"
+            causes = {rank: limit + last_seen(attempt.directory, attempt.name, rank) for rank in sorted(missing)}
             self._given_up |= missing
+        elif not causes and missing and self._is_forsaken:
+            message = f"the trainer is gone, and the parts of ranks {sorted(missing)} have not come"
+            self._end(
+                attempt, Failure(message), dict.fromkeys(sorted(missing), message)
+            )  # the files stay for `recover`
+            return
         if causes:
             self._fail(attempt, Failure(_cause_text(causes)), causes)
         elif not missing:

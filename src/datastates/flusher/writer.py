@@ -24,7 +24,7 @@ from datastates.flusher.protocol import (
     Written,
     shortened,
 )
-from datastates.manifest import FileRecord
+from datastates.manifest import FileRecord, is_promised
 from datastates.plan import Seal
 from datastates.storage import (
     BLOCK_BYTES,
@@ -326,7 +326,13 @@ class WritePipeline:
             elif file.acknowledged or file.was_durable:
                 file.partial = reopen_partial(file.path, file.attempt, file.nbytes)
             else:
-                file.partial = create_partial(file.path, file.attempt, file.nbytes, check_free=file.check_free)
+                file.partial = create_partial(
+                    file.path,
+                    file.attempt,
+                    file.nbytes,
+                    check_free=file.check_free,
+                    keep=lambda attempt: is_promised(os.path.dirname(file.path), attempt),
+                )
         finally:
             file.opened.set()
 
