@@ -2,7 +2,7 @@
 # make test     run the tests                      make test ARGS="-k config"
 # make lint     form, types, documents             make lint ARGS=--fix repairs what can be repaired
 # make bench    measure saving against torch.save  make bench ARGS="--dir /scratch --repeat 5"
-# make stress   kill and soak for 20 minutes     make stress ARGS="--kills 50 --saves 500"
+# make stress   kills, power losses, saves by the thousand, half an hour    make stress ARGS="--kills 50 --saves 500"
 # make docs     check the links, paths and commands in the documents
 # make clean    remove what the targets above made
 #

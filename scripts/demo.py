@@ -187,7 +187,12 @@ def kill_in_a_save(place: Place, arguments: argparse.Namespace) -> None:
     if committed is not None and committed < killed_at:
         raise JobFailed(f"the save at step {step} was committed before the kill: nothing was interrupted; run again")
     print(f"    SIGKILL to the launcher and every trainer, in the save at step {step}; `latest` said {latest}")
-    print(f"    {len(flushers)} flusher processes have ended by themselves since; `latest` says {place.latest()}")
+    after = place.latest()
+    print(f"    {len(flushers)} flusher processes have ended by themselves since; `latest` says {after}")
+    if after == latest:
+        print("    the state had not been copied whole: that save was dropped, nothing half-written is left")
+    else:
+        print("    the state had been copied whole: the flushers committed it without the trainers")
 
 
 def resume(place: Place, arguments: argparse.Namespace) -> None:

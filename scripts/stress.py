@@ -1,6 +1,6 @@
 """Kills jobs, lets a disk lose power and saves by the thousand, for some minutes; says what came of it.
 
-    make stress                                    about 20 minutes on 2 cores
+    make stress                                    half an hour on 2 cores
     make stress ARGS="--kills 50 --saves 500"
     make stress ARGS="--dir /scratch --seed 7 --json build/stress.json"
 
@@ -28,6 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TESTS = ROOT / "tests"
 sys.path.insert(0, str(TESTS))
 
+from faults.power_loss import PowerLossError, run_power_loss  # noqa: E402
 from stress.kills import WAYS  # noqa: E402
 from stress.lineage import Outcome, run_kills  # noqa: E402
 from stress.soak import LIMITS, Report  # noqa: E402
@@ -91,11 +92,38 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=500, metavar="N", help="0: none")
     parser.add_argument("--saves", type=int, default=5000, metavar="N", help="of the soak; at least 60, 0: none")
+    parser.add_argument("--power-losses", type=int, default=100, metavar="N", help="per cut point of a save; 0: none")
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), metavar="WAY", help=f"of {', '.join(WAYS)}")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dir", type=Path, help="on the storage to be tried; default: the folder for temporary files")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, too")
     return parser.parse_args(arguments)
+
+
+def try_kills(options: argparse.Namespace, folder: Path) -> tuple[dict[str, Any], bool]:
+    """Kill; returns the figures, and whether a promise was broken."""
+    outcomes = run_kills(str(folder), options.kills, options.seed, options.ways, tell=say)
+    print(f"\n{len(outcomes)} starts, seed {options.seed}\n\n{kill_table(outcomes)}\n")
+    return {"outcomes": [asdict(outcome) for outcome in outcomes]}, any(outcome.violations for outcome in outcomes)
+
+
+def try_power_losses(options: argparse.Namespace, _: Path) -> tuple[dict[str, Any], bool]:
+    """Cut the power; likewise."""
+    try:
+        figures = run_power_loss(options.power_losses, options.seed)
+    except PowerLossError as error:
+        print(f"BROKEN: {error}")
+        return {"broken": str(error)}, True
+    print(f"power losses: {', '.join(f'{name} {count}' for name, count in figures.items())}\n")
+    return dict(figures), False
+
+
+def try_soak(options: argparse.Namespace, folder: Path) -> tuple[dict[str, Any], bool]:
+    """Save by the thousand; likewise."""
+    report = run_soak(folder, options.saves)
+    print(f"{options.saves} saves; failed as they should: {report.failed}, otherwise: {report.unexpected}")
+    print(f"\n{soak_table(report)}\n")
+    return {"excess": report.excess(), **asdict(report)}, bool(report.excess() or report.unexpected)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -105,22 +133,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder = Path(tempfile.mkdtemp(prefix="datastates-stress-", dir=options.dir))
     figures: dict[str, Any] = {"seed": options.seed}
     is_broken = False
-    if options.kills:
-        (folder / "kills").mkdir()
+    wanted = {try_kills: options.kills, try_power_losses: options.power_losses, try_soak: options.saves}
+    for part in (part for part, count in wanted.items() if count):
+        name = part.__name__.removeprefix("try_")
+        (folder / name).mkdir()
         begin = time.monotonic()
-        outcomes = run_kills(str(folder / "kills"), options.kills, options.seed, options.ways, tell=say)
-        seconds = time.monotonic() - begin
-        print(f"\n{len(outcomes)} starts in {seconds:.0f} s, seed {options.seed}\n\n{kill_table(outcomes)}\n")
-        figures["kills"] = {"seconds": seconds, "outcomes": [asdict(outcome) for outcome in outcomes]}
-        is_broken |= any(outcome.violations for outcome in outcomes)
-    if options.saves:
-        begin = time.monotonic()
-        report = run_soak(folder, options.saves)
-        seconds = time.monotonic() - begin
-        print(f"{options.saves} saves in {seconds:.0f} s: {report.committed} old checkpoints deleted")
-        print(f"failed as they should: {report.failed}, otherwise: {report.unexpected}\n\n{soak_table(report)}\n")
-        figures["soak"] = {"seconds": seconds, "excess": report.excess(), **asdict(report)}
-        is_broken |= bool(report.excess() or report.unexpected)
+        found, is_part_broken = part(options, folder / name)
+        figures[name] = found | {"seconds": time.monotonic() - begin}
+        print(f"{name}: {figures[name]['seconds']:.0f} s\n", flush=True)
+        is_broken |= is_part_broken
     if options.json is not None:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")

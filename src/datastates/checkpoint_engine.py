@@ -69,7 +69,10 @@ class CheckpointEngine:
         )
         self._open = threading.local()  # .attempt: the checkpoint that this thread is in
         if from_deepspeed:
-            importlib.import_module("datastates.integrations.deepspeed").repair()
+            # not at the top of this module: it imports DeepSpeed, which need not be there
+            integration = importlib.import_module("datastates.integrations.deepspeed")
+            integration.repair()
+            integration.announce(config)
 
     @property
     def fence(self) -> Fence:

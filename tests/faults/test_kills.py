@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import random
@@ -21,10 +22,11 @@ from flusher.rig import SLAB, TIMEOUT, Rig, eventually, image_of
 from stress import aftermath
 from stress.contents import LONE, PARTS, Moment, file_name, state_of
 from stress.kills import WAYS, choose
-from stress.lineage import Lineage
+from stress.lineage import Lineage, Outcome
 from stress.nursery import Nursery
 
 torch = pytest.importorskip("torch")
+ROOT = Path(__file__).resolve().parent.parent.parent
 IMAGE = image_of(3 * SLAB + 9)
 
 
@@ -34,7 +36,7 @@ def test_every_way_once(tmp_path: Path) -> None:
     chance = random.Random(2026)
     with Nursery() as nursery:
         lineage = Lineage(str(tmp_path), nursery)
-        outcomes = [lineage.go_on(choose(chance, way, 1 + (number % 3 == 1))) for number, way in enumerate(WAYS)]
+        outcomes = [lineage.go_on(choose(chance, way, 1 + (number % 6 == 1))) for number, way in enumerate(WAYS)]
     assert {str(outcome.kill): outcome.violations for outcome in outcomes if outcome.violations} == {}
     assert sum(outcome.num_killed > 0 for outcome in outcomes) >= len(WAYS) - 3  # a point may lie behind the end
     assert read_latest(lineage.directory) is not None
@@ -160,7 +162,42 @@ def test_latest_that_names_nothing_complete_is_found(checkpoints: Path) -> None:
     assert "before recovery" in "".join(aftermath.problems_before_recovery(str(checkpoints)))
 
 
+@pytest.fixture
+def script() -> Any:
+    spec = importlib.util.spec_from_file_location("stress_script", ROOT / "scripts" / "stress.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_table_counts_kills_and_broken_promises(script: Any) -> None:
+    kill = choose(random.Random(1), "all trainers", 2)
+    outcomes = [
+        Outcome(kill, num_killed=2, num_begun=5),
+        Outcome(kill, ["torn"], num_killed=2, num_begun=5, num_lost=3, num_recovered=1),
+        Outcome(kill),  # it did not come to a kill
+    ]
+    lines = script.kill_table(outcomes).splitlines()
+    assert lines[2:] == [f"| {name} | 2 | 4 | 1 | 1 | 3 | 1 | 1 |" for name in ("all trainers", "**all**")]
+
+
+def test_a_broken_promise_is_the_exit_status(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kill = choose(random.Random(1), "all trainers", 2)
+    found: list[Outcome] = [Outcome(kill, num_killed=1)]
+    monkeypatch.setattr(script, "run_kills", lambda *_, **__: found)
+    arguments = ["--kills", "1", "--power-losses", "0", "--saves", "0", "--dir", str(tmp_path / "runs")]
+    arguments += ["--json", str(tmp_path / "figures.json")]
+    assert script.main(arguments) == 0
+    assert list((tmp_path / "runs").iterdir()) == []
+    found.append(Outcome(kill, ["torn"], num_killed=1))
+    assert script.main(arguments) == 1
+    assert len(list((tmp_path / "runs").iterdir())) == 1, "what is left is kept"
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert [outcome["violations"] for outcome in figures["kills"]["outcomes"]] == [[], ["torn"]]
+
+
 def test_the_same_seed_chooses_the_same_kills() -> None:
     first, second = ([choose(random.Random(7)) for _ in range(3)] for _ in range(2))
     assert first == second
-    assert json.dumps([str(kill) for kill in first])
+    assert choose(random.Random(8)) != first[0]

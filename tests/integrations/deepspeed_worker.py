@@ -6,6 +6,7 @@ Prints ``ok NAME`` for each thing that it has seen to be right; an assertion end
 from __future__ import annotations
 
 import copy
+import enum
 import logging
 import os
 import signal
@@ -80,6 +81,12 @@ class Expected:
     def stop(self) -> None:
         del self._adapter.save
 
+    def write(self, folder: Path) -> None:
+        """Write the states with ``torch.save`` to files of the same names, for others to compare."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for path, state in self.states.items():
+            torch.save(state, folder / Path(path).name)
+
 
 def without_graph(node: object) -> object:
     """The same state with detached tensors: non-leaf tensors cannot be deep-copied."""
@@ -109,10 +116,9 @@ def assert_equal(found: object, expected: object, where: str = "state") -> int:
     if type(expected) in (list, tuple):
         assert len(found) == len(expected), where
         return sum(assert_equal(a, b, f"{where}.{i}") for i, (a, b) in enumerate(zip(found, expected, strict=True)))
-    if hasattr(expected, "__dict__") and not isinstance(expected, type):
+    if hasattr(expected, "__dict__") and not isinstance(expected, (type, enum.Enum)):
         assert type(found) is type(expected), where
-        assert vars(found).keys() == vars(expected).keys(), where
-        return 0
+        return assert_equal(vars(found), vars(expected), where)
     assert found == expected, f"{where}: {found!r} is not {expected!r}"
     return 0
 
@@ -132,6 +138,7 @@ def round_trip(folder: Path, stages: str) -> None:
         engine.save_checkpoint(str(save_dir), client_state=client_state)
         client_state["user"].fill_(-1.0)
         expected.stop()
+        expected.write(save_dir / "expected")
         losses = train(engine, 3)
         engine.checkpoint_engine.ckpt_engine.wait(persist=True)
         assert (save_dir / "latest").read_text() == "global_step2"
@@ -201,7 +208,9 @@ def die_staged(folder: Path) -> None:
     inner = engine.checkpoint_engine.ckpt_engine
     flusher = inner.saver.flusher_pid
     os.kill(flusher, signal.SIGSTOP)
+    expected = Expected(engine)
     engine.save_checkpoint(str(folder))
+    expected.write(folder / "expected")
     inner.wait()
     (folder / f"staged{distributed.get_rank()}").write_text(str(flusher))
     threading.Event().wait(120)

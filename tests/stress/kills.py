@@ -72,7 +72,7 @@ class Kill:
 def choose(chance: random.Random, way: str | None = None, num_ranks: int | None = None) -> Kill:
     """A kill of the given way, or any."""
     way = way or chance.choices(list(WAYS), list(WAYS.values()))[0]
-    num_ranks = num_ranks or chance.choice((1, 1, 1, 2, 2, 3, 4))
+    num_ranks = num_ranks or chance.choice((1, 1, 1, 1, 2, 2, 2, 3, 4))
     name = chance.choice(REQUESTS if way.endswith("request") else (*CALLS, *ANSWERS))
     return Kill(
         way=way,

@@ -23,7 +23,7 @@ from stress.mortal_flusher import Point
 from stress.nursery import Nursery
 from stress.trainer import Job
 
-_NUM_STEPS = 12  # of a job that ends by itself, unless it comes to its named point
+_NUM_STEPS = 9  # of a job that ends by itself, unless it comes to its named point
 _MAX_STEPS = 100_000  # of one that is killed
 _COMMIT_SECONDS = 3.0
 _LOG_BYTES = 4000  # of a log that are shown

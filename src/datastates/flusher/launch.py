@@ -74,6 +74,7 @@ def start(settings: Settings, command: tuple[str, ...] = COMMAND) -> subprocess.
     return subprocess.Popen(
         [*command, settings.to_argument()],
         stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,  # what reads the trainer's output must not wait for the flusher's end
         cwd="/",
         env=os.environ | {"PYTHONPATH": os.pathsep.join([root, *inherited])},
         pass_fds=[descriptor for descriptor in descriptors if descriptor >= 0],

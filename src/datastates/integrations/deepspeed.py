@@ -20,10 +20,12 @@ import torch
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine as DeepSpeedCheckpointEngine
 from deepspeed.runtime.checkpoint_engine.datastates_checkpoint_engine import DataStatesCheckpointEngine
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.utils import log_dist
 from torch import distributed
 
-from datastates import manifest, recovery
+from datastates import __version__, manifest, recovery
 from datastates.checkpoint_engine import CheckpointEngine, check_committed
+from datastates.config import CheckpointConfig
 from datastates.errors import DataStatesError
 from datastates.events import now
 from datastates.state import IsEager
@@ -49,6 +51,12 @@ def repair() -> None:
     for wrap in (save_checkpoint, load_checkpoint, _take_model_step, destroy):
         if not hasattr(getattr(DeepSpeedEngine, wrap.__name__), _MARK):
             _replace(DeepSpeedEngine, wrap(getattr(DeepSpeedEngine, wrap.__name__)))
+
+
+def announce(config: CheckpointConfig) -> None:
+    """Say on rank 0, in DeepSpeed's own log, which engine is active."""
+    text = f"{config.host_cache_bytes / 2**30:g} GiB of host cache per process, format {config.format or 'torch'}"
+    log_dist(f"datastates {__version__} is the active checkpoint engine: {text}", ranks=[0])
 
 
 def engine_of(engine: DeepSpeedEngine) -> CheckpointEngine | None:
