@@ -1,4 +1,5 @@
 # make demo     train, kill, resume, compare: the whole thing at work, CPU only, a few minutes
+# make install  make the virtual environment .venv (the other targets do so by themselves); . .venv/bin/activate
 # make test     run the tests                      make test ARGS="-k config"
 # make lint     form, types, documents             make lint ARGS=--fix repairs what can be repaired
 # make bench    measure saving against torch.save  make bench ARGS="--dir /scratch --repeat 5"

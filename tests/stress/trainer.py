@@ -74,6 +74,10 @@ def run(job: Job, rank: int) -> None:
         tell("begun", step)
         is_first = step == job.first_step
         try:
+            engine.saver.raise_failure()  # else entering the checkpoint would, and the other ranks wait for this one
+        except DataStatesError as error:
+            sys.stderr.write(f"rank {rank} before step {step}: {error!r}\n")
+        try:
             _save(job, engine, rank, step, tell)
             if is_first or step % SETTLE_EVERY == 0:
                 engine.wait(persist=True)

@@ -365,10 +365,15 @@ class WritePipeline:
         with file.lock:
             if file.state is not FileState.RECEIVING:
                 return
-            file.state = FileState.DURABLE
-        if not file.was_durable:
-            file.was_durable = True
+            is_news, file.was_durable = not file.was_durable, True
+        if is_news:
+            # Before the committer may rename it: the next flusher looks for a file under its final name only where the
+            # trainer knows it as durable.
             self._send(Durable(file.id))
+        with file.lock:
+            if file.state is not FileState.RECEIVING:
+                return
+            file.state = FileState.DURABLE
         self._on_end(file)
 
     def _drop(self, file: IncomingFile, slab: FlushSlab | None) -> None:
