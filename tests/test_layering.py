@@ -30,6 +30,11 @@ LEVELS = {
     "host_cache": 2,
     "captures": 2,
     "copier": 2,
+    "system_calls": 2,
+    "directories": 2,
+    "partial_names": 2,
+    "locks": 2,
+    "leftovers": 2,
     "storage": 2,
     "verification": 2,
     # 3: the moving parts
@@ -48,7 +53,6 @@ LEVELS = {
     # 5: other people's contracts
     "checkpoint_engine": 5,
     "integrations": 5,
-    "cli": 5,
 }
 """Level of each module and package below ``datastates``; a package's holds for all of its modules. An import may
 point to the same level, but never in a circle. ``datastates`` itself is above all: its names resolve on first use."""
@@ -60,6 +64,11 @@ LIGHT = (
     "events",
     "config",
     "checksum",
+    "system_calls",
+    "directories",
+    "partial_names",
+    "locks",
+    "leftovers",
     "storage",
     "manifest",
     "recovery",

@@ -21,8 +21,9 @@ from datastates.manifest import (
     write_causes,
     write_manifest,
 )
+from datastates.partial_names import partial_path
 from datastates.recovery import AttemptLock, Recovery, clean_leftovers, recover, roll_forward
-from datastates.storage import create_partial, partial_path
+from datastates.storage import create_partial
 
 OLD = {"f": b"old", "g": b"old"}
 NEW = {"f": b"new", "sub/h": b"newer"}

@@ -31,7 +31,8 @@ from typing import Any
 
 from datastates.checksum import crc32
 from datastates.errors import CorruptCheckpointError, StorageError
-from datastates.storage import patiently, read_chunks, storage_errors, write_atomically
+from datastates.storage import read_chunks, write_atomically
+from datastates.system_calls import patiently, storage_errors
 
 METADATA_NAME = ".datastates"
 COMMIT_NAME = "commit.json"

@@ -14,7 +14,10 @@ import time
 from collections.abc import Iterator, Sequence
 from enum import Enum
 
+from datastates.directories import fsync_directory, make_directories, make_names_durable
 from datastates.errors import CorruptCheckpointError, StorageError
+from datastates.leftovers import remove_orphan
+from datastates.locks import open_locked, try_lock
 from datastates.manifest import (
     ABORTED_NAME,
     COMMIT_NAME,
@@ -29,21 +32,9 @@ from datastates.manifest import (
     read_manifest,
     verify_file,
 )
-from datastates.storage import (
-    fsync_directory,
-    is_attempt,
-    make_directories,
-    make_names_durable,
-    open_locked,
-    partial_attempt,
-    partial_path,
-    patiently,
-    remove_orphan,
-    storage_errors,
-    temporary_path,
-    try_lock,
-    write_atomically,
-)
+from datastates.partial_names import is_attempt, partial_attempt, partial_path
+from datastates.storage import temporary_path, write_atomically
+from datastates.system_calls import patiently, storage_errors
 
 
 class Recovery(Enum):

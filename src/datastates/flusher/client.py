@@ -22,8 +22,9 @@ from datastates.flusher.protocol import (
 from datastates.flusher.supervisor import Supervisor
 from datastates.flusher.work import Attempt, CommitResult, FlushFile, running_future
 from datastates.life_cycle import LifeCycle
+from datastates.partial_names import is_attempt
 from datastates.plan import Seal
-from datastates.storage import BLOCK_BYTES, is_attempt
+from datastates.storage import BLOCK_BYTES
 
 __all__ = ["CommitResult", "FlushFile", "FlusherClient"]
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 
+from datastates.directories import fsync_directory, make_names_durable
 from datastates.errors import CorruptCheckpointError, StorageError
 from datastates.flusher.protocol import Abort, Answer, AttemptFailed, Commit, Publish, Settled, shortened
 from datastates.flusher.writer import FileState, IncomingFile, WritePipeline
@@ -32,8 +33,10 @@ from datastates.manifest import (
     write_causes,
     write_manifest,
 )
+from datastates.partial_names import partial_path
 from datastates.recovery import AttemptLock, is_decided, remove_superseded, roll_forward
-from datastates.storage import fsync_directory, make_names_durable, partial_path, storage_errors, write_atomically
+from datastates.storage import write_atomically
+from datastates.system_calls import storage_errors
 
 _FIRST_POLL_SECONDS = 0.01
 _LAST_POLL_SECONDS = 1.0

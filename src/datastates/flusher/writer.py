@@ -24,18 +24,12 @@ from datastates.flusher.protocol import (
     Written,
     shortened,
 )
+from datastates.leftovers import remove_orphan
 from datastates.manifest import FileRecord, is_promised
+from datastates.partial_names import partial_path
 from datastates.plan import Seal
-from datastates.storage import (
-    BLOCK_BYTES,
-    PartialFile,
-    create_partial,
-    partial_path,
-    read_chunks,
-    remove_orphan,
-    reopen_partial,
-    storage_errors,
-)
+from datastates.storage import BLOCK_BYTES, PartialFile, create_partial, read_chunks, reopen_partial
+from datastates.system_calls import storage_errors
 
 _READ_BYTES = 1 << 20  # of a partial file that is hashed again; keeps the process small
 
