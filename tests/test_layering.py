@@ -46,6 +46,9 @@ LEVELS = {
     "fence": 3,
     "flusher": 3,
     "manifest": 3,
+    "attempt_folder": 3,
+    "integrity": 3,
+    "commit": 3,
     "recovery": 3,
     # 4: whole saves and loads
     "reader": 4,
@@ -71,6 +74,9 @@ LIGHT = (
     "leftovers",
     "storage",
     "manifest",
+    "attempt_folder",
+    "integrity",
+    "commit",
     "recovery",
     "flusher",
 )

@@ -20,6 +20,7 @@ from torch import distributed
 
 from datastates import manifest, reader, recovery
 from datastates.attempt import Attempt
+from datastates.attempt_folder import has_attempts
 from datastates.config import SECTION, CheckpointConfig
 from datastates.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError
 from datastates.fence import Fence
@@ -231,7 +232,7 @@ def _checkpoint_of(path: str) -> str | None:
     """The folder of the checkpoint that a file may belong to."""
     directory = os.path.dirname(path)
     for _ in range(MAX_DEPTH):
-        if manifest.has_attempts(directory):
+        if has_attempts(directory):
             return directory
         directory = os.path.dirname(directory)
     return None

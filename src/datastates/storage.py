@@ -217,6 +217,14 @@ def read_chunks(path: str, begin: int, end: int, chunk_bytes: int) -> Iterator[m
             begin += count
 
 
+def size_of(path: str) -> int | None:
+    """The size of a file, None where there is none."""
+    try:
+        return patiently(os.stat, path).st_size
+    except FileNotFoundError:
+        return None
+
+
 def _open_direct(path: str, flags: int, mode: int = 0o666) -> int:
     try:
         return open_locked(path, flags | os.O_DIRECT, mode=mode)

@@ -17,7 +17,8 @@ import pytest
 
 from datastates.flusher import committer
 from datastates.flusher.protocol import AttemptFailed, Commit
-from datastates.manifest import manifest_path, read_latest, verify
+from datastates.integrity import verify
+from datastates.manifest import manifest_path, read_latest
 from flusher.rig import SLAB, TIMEOUT, Rig, eventually, image_of
 from stress import aftermath
 from stress.contents import LONE, PARTS, Moment, file_name, state_of

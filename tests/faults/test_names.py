@@ -13,8 +13,9 @@ import pytest
 
 from datastates import storage
 from datastates.errors import StorageError
+from datastates.integrity import verify
 from datastates.leftovers import remove_leftovers
-from datastates.manifest import read_latest, verify
+from datastates.manifest import read_latest
 from datastates.partial_names import partial_attempt, partial_path
 from datastates.recovery import clean_leftovers
 from flusher.rig import SLAB, TIMEOUT, Rig, image_of, partials

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 
+from datastates.attempt_folder import AttemptLock, is_decided, last_seen
+from datastates.commit import roll_forward
 from datastates.directories import fsync_directory, make_names_durable
 from datastates.errors import CorruptCheckpointError, StorageError
 from datastates.flusher.protocol import Abort, Answer, AttemptFailed, Commit, Publish, Settled, shortened
@@ -26,7 +28,6 @@ from datastates.manifest import (
     CommitRecord,
     Failure,
     Manifest,
-    last_seen,
     read_causes,
     read_commit,
     read_manifest,
@@ -34,7 +35,7 @@ from datastates.manifest import (
     write_manifest,
 )
 from datastates.partial_names import partial_path
-from datastates.recovery import AttemptLock, is_decided, remove_superseded, roll_forward
+from datastates.recovery import remove_superseded
 from datastates.storage import write_atomically
 from datastates.system_calls import storage_errors
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from enum import Enum
 from queue import SimpleQueue
 
+from datastates.attempt_folder import is_promised
 from datastates.errors import ProtocolError, StorageError
 from datastates.events import now
 from datastates.flusher.hasher import ImageHasher
@@ -25,7 +26,7 @@ from datastates.flusher.protocol import (
     shortened,
 )
 from datastates.leftovers import remove_orphan
-from datastates.manifest import FileRecord, is_promised
+from datastates.manifest import FileRecord
 from datastates.partial_names import partial_path
 from datastates.plan import Seal
 from datastates.storage import BLOCK_BYTES, PartialFile, create_partial, read_chunks, reopen_partial
