@@ -323,7 +323,7 @@ def test_a_failed_checkpoint_is_told_at_the_next_one(engine, tmp_path):
 
 def test_failing_to_start_leaves_nothing_behind(monkeypatch):
     hooks = len(optimizer._global_optimizer_pre_hooks)
-    monkeypatch.setattr("datastates.saver.Fence", lambda *_: (_ for _ in ()).throw(RuntimeError("no fence")))
+    monkeypatch.setattr("datastates.machinery.Fence", lambda *_: (_ for _ in ()).throw(RuntimeError("no fence")))
     with pytest.raises(RuntimeError, match="no fence"):
         CheckpointEngine(SMALL, rank=0)
     assert len(optimizer._global_optimizer_pre_hooks) == hooks

@@ -22,6 +22,10 @@ LEVELS = {
     "config": 0,
     "checksum": 0,
     # 1: the byte image; states apart and together again
+    "deadline": 1,
+    "attempt_names": 1,
+    "entrance": 1,
+    "paths": 1,
     "plan": 1,
     "state": 1,
     "copying": 1,
@@ -39,6 +43,7 @@ LEVELS = {
     "verification": 2,
     # 3: the moving parts
     "attempt": 3,
+    "commit_log": 3,
     "outcomes": 3,
     "pinner": 3,
     "staging_job": 3,
@@ -52,6 +57,7 @@ LEVELS = {
     "recovery": 3,
     # 4: whole saves and loads
     "reader": 4,
+    "machinery": 4,
     "saver": 4,
     # 5: other people's contracts
     "checkpoint_engine": 5,

@@ -24,7 +24,8 @@ from datastates.attempt_folder import has_attempts
 from datastates.config import SECTION, CheckpointConfig
 from datastates.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError
 from datastates.fence import Fence
-from datastates.saver import Saver, resolved
+from datastates.paths import resolved
+from datastates.saver import Saver
 from datastates.state import IsEager
 
 MAX_DEPTH = 3

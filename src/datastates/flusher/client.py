@@ -48,7 +48,6 @@ class FlusherClient:
         *,
         rank: int,
         world_size: int,
-        run_id: str,
         on_slab_free: Callable[[int], None],
         events: EventLog,
         num_writers: int = 3,
@@ -63,7 +62,6 @@ class FlusherClient:
             cache_nbytes: its size.
             rank: this process's rank, from 0.
             world_size: ranks that take part in every checkpoint.
-            run_id: equal on all ranks of the run.
             on_slab_free: called with a slab's offset when its memory may be used again; must be quick.
             events: receives the records ``flush``, ``durable``, ``committed`` and ``failed``.
             num_writers: writes in flight.
@@ -85,7 +83,6 @@ class FlusherClient:
             cache_nbytes,
             rank,
             world_size,
-            run_id,
             num_writers,
             commit_timeout_seconds,
             grace_seconds,
