@@ -23,9 +23,6 @@ from datastates.locks import leads_to, open_locked, try_lock
 from datastates.partial_names import partial_path
 from datastates.system_calls import fsync, patiently, storage_errors, write_all
 
-BLOCK_BYTES = 4096
-"""Alignment of direct I/O: a multiple of every logical block size in use (512 and 4096)."""
-
 _NO_PREALLOCATION = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.EBADF}
 
 
@@ -106,7 +103,7 @@ class PartialFile:
     def write(self, view: memoryview, offset: int) -> None:
         """Write all bytes; on return they are in the file, though not durable.
 
-        Direct I/O needs offset, length and memory aligned to `BLOCK_BYTES`; a file's last slab is padded.
+        Direct I/O needs offset, length and memory aligned to `config.DIRECT_IO_BYTES`; a file's last slab is padded.
         """
         with storage_errors(f"write {view.nbytes} bytes at {offset} to", self.partial):
             was_direct = self.is_direct

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 
+from datastates.config import DIRECT_IO_BYTES
 from datastates.errors import ClosedError, CommitError, StorageError
 from datastates.events import EventLog, now
 from datastates.flusher import launch
@@ -23,12 +24,9 @@ from datastates.flusher.supervisor import Supervisor
 from datastates.flusher.work import Attempt, CommitResult, FlushFile, running_future
 from datastates.life_cycle import LifeCycle
 from datastates.partial_names import is_attempt
-from datastates.plan import Seal
-from datastates.storage import BLOCK_BYTES
+from datastates.plan import SEAL_NBYTES, Seal
 
 __all__ = ["CommitResult", "FlushFile", "FlusherClient"]
-
-_SEAL_NBYTES = 4
 
 
 class FlusherClient:
@@ -269,8 +267,8 @@ class FlusherClient:
 def _check_file(path: str, nbytes: int, slab_bytes: int, seals: Sequence[Seal]) -> None:
     if not os.path.isabs(path) or os.path.normpath(path) != path:
         raise ValueError(f"{path!r} is no normal absolute path")
-    if nbytes < 0 or slab_bytes <= 0 or slab_bytes % BLOCK_BYTES:
-        raise ValueError(f"{path}: {nbytes} bytes in slabs of {slab_bytes}, expected a multiple of {BLOCK_BYTES}")
+    if nbytes < 0 or slab_bytes <= 0 or slab_bytes % DIRECT_IO_BYTES:
+        raise ValueError(f"{path}: {nbytes} bytes in slabs of {slab_bytes}, expected a multiple of {DIRECT_IO_BYTES}")
     for seal in seals:
-        if not 0 <= seal.begin <= seal.end <= seal.offset <= nbytes - _SEAL_NBYTES:
+        if not 0 <= seal.begin <= seal.end <= seal.offset <= nbytes - SEAL_NBYTES:
             raise ValueError(f"{path}: {seal} does not lie behind its range and inside of {nbytes} bytes")

@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from datastates.attempt_folder import AttemptLock
+from datastates.config import DIRECT_IO_BYTES
 from datastates.errors import ProtocolError, StorageError
 from datastates.flusher.hasher import ImageHasher
 from datastates.flusher.protocol import Acknowledged, Commit, FlushSlab, OpenFile, Publish, SealTable
 from datastates.manifest import FileRecord, Manifest
 from datastates.plan import Seal
-from datastates.storage import BLOCK_BYTES, PartialFile
+from datastates.storage import PartialFile
 
 
 class FileState(Enum):
@@ -37,7 +38,7 @@ class IncomingFile:
 
     def __init__(self, message: OpenFile) -> None:
         """Raises ProtocolError when the slabs are not whole blocks: their paddings would overlap."""
-        if not message.slab_bytes or message.slab_bytes % BLOCK_BYTES:
+        if not message.slab_bytes or message.slab_bytes % DIRECT_IO_BYTES:
             raise ProtocolError(f"{message.path}: slabs of {message.slab_bytes} bytes, not whole blocks")
         self.id = message.file
         self.attempt = message.attempt

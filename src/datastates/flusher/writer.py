@@ -9,6 +9,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 
 from datastates.attempt_folder import is_promised
+from datastates.config import DIRECT_IO_BYTES
 from datastates.errors import ProtocolError, StorageError
 from datastates.events import now
 from datastates.flusher.hasher import ImageHasher
@@ -24,7 +25,7 @@ from datastates.flusher.protocol import (
 )
 from datastates.leftovers import remove_orphan
 from datastates.partial_names import partial_path
-from datastates.storage import BLOCK_BYTES, create_partial, read_chunks, reopen_partial
+from datastates.storage import create_partial, read_chunks, reopen_partial
 from datastates.system_calls import storage_errors
 
 _READ_BYTES = 1 << 20  # of a partial file that is hashed again; keeps the process small
@@ -237,7 +238,7 @@ class WritePipeline:
         if file.partial is None:
             raise StorageError(f"{file.path}: could not be opened", path=file.path)
         begin = now()
-        padded = -(-slab.nbytes // BLOCK_BYTES) * BLOCK_BYTES
+        padded = -(-slab.nbytes // DIRECT_IO_BYTES) * DIRECT_IO_BYTES
         end = slab.cache_offset + slab.nbytes
         padded_end = min(slab.cache_offset + padded, self._memory.nbytes)
         self._memory[end:padded_end] = bytes(padded_end - end)
