@@ -44,6 +44,7 @@ def finish(engine: CheckpointEngine, folder: Path, tag: str) -> None:
     distributed.barrier()
     save(engine, folder, tag)
     engine.wait(persist=True, timeout=30)
+    distributed.barrier()  # rank 0 writes `latest` after the commit that the others hear of
     assert (folder / "latest").read_text() == tag
     assert verify(str(folder / tag)) == []
     engine.close()
