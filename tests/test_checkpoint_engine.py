@@ -29,6 +29,7 @@ from datastates.errors import (
     StorageError,
     WaitTimeoutError,
 )
+from datastates.integrity import verify
 
 SMALL = {"host_cache_size": 2**-8, "slab_bytes": 1 << 20}  # 4 MiB
 
@@ -210,7 +211,7 @@ def test_files_of_a_checkpoint_appear_together_and_latest_names_them(engine, tmp
     engine.wait(persist=True)
     assert (tmp_path / "latest").read_text() == "step1"
     assert sorted(manifest.committed_files(str(folder))) == ["a.pt", "b.safetensors"]
-    assert manifest.verify(str(folder)) == []
+    assert verify(str(folder)) == []
 
 
 def test_an_exception_inside_drops_the_checkpoint_and_only_that(engine, tmp_path):
@@ -234,7 +235,7 @@ def test_saving_a_tag_again_replaces_it(engine, tmp_path):
             engine.save({"w": torch.full((100_000,), value)}, str(tmp_path / "best" / "both.pt"))
         engine.wait(persist=True)
     assert float(engine.load(str(tmp_path / "best" / "both.pt"))["w"][0]) == 2.0
-    assert manifest.verify(str(tmp_path / "best")) == []
+    assert verify(str(tmp_path / "best")) == []
 
 
 def test_a_committed_file_of_another_size_is_refused(engine, tmp_path):
@@ -322,7 +323,7 @@ def test_a_failed_checkpoint_is_told_at_the_next_one(engine, tmp_path):
 
 def test_failing_to_start_leaves_nothing_behind(monkeypatch):
     hooks = len(optimizer._global_optimizer_pre_hooks)
-    monkeypatch.setattr("datastates.saver.Fence", lambda *_: (_ for _ in ()).throw(RuntimeError("no fence")))
+    monkeypatch.setattr("datastates.machinery.Fence", lambda *_: (_ for _ in ()).throw(RuntimeError("no fence")))
     with pytest.raises(RuntimeError, match="no fence"):
         CheckpointEngine(SMALL, rank=0)
     assert len(optimizer._global_optimizer_pre_hooks) == hooks

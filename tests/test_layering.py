@@ -22,6 +22,10 @@ LEVELS = {
     "config": 0,
     "checksum": 0,
     # 1: the byte image; states apart and together again
+    "deadline": 1,
+    "attempt_names": 1,
+    "entrance": 1,
+    "paths": 1,
     "plan": 1,
     "state": 1,
     "copying": 1,
@@ -30,10 +34,16 @@ LEVELS = {
     "host_cache": 2,
     "captures": 2,
     "copier": 2,
+    "system_calls": 2,
+    "directories": 2,
+    "partial_names": 2,
+    "locks": 2,
+    "leftovers": 2,
     "storage": 2,
     "verification": 2,
     # 3: the moving parts
     "attempt": 3,
+    "commit_log": 3,
     "outcomes": 3,
     "pinner": 3,
     "staging_job": 3,
@@ -41,14 +51,17 @@ LEVELS = {
     "fence": 3,
     "flusher": 3,
     "manifest": 3,
+    "attempt_folder": 3,
+    "integrity": 3,
+    "commit": 3,
     "recovery": 3,
     # 4: whole saves and loads
     "reader": 4,
+    "machinery": 4,
     "saver": 4,
     # 5: other people's contracts
     "checkpoint_engine": 5,
     "integrations": 5,
-    "cli": 5,
 }
 """Level of each module and package below ``datastates``; a package's holds for all of its modules. An import may
 point to the same level, but never in a circle. ``datastates`` itself is above all: its names resolve on first use."""
@@ -60,8 +73,16 @@ LIGHT = (
     "events",
     "config",
     "checksum",
+    "system_calls",
+    "directories",
+    "partial_names",
+    "locks",
+    "leftovers",
     "storage",
     "manifest",
+    "attempt_folder",
+    "integrity",
+    "commit",
     "recovery",
     "flusher",
 )

@@ -11,19 +11,18 @@ from pathlib import Path
 import pytest
 
 from datastates.errors import CorruptCheckpointError
+from datastates.integrity import check, verify
 from datastates.manifest import (
     ABORTED_NAME,
     CommitRecord,
     Failure,
     FileRecord,
     Manifest,
-    check,
     commit_path,
     committed_files,
     manifest_path,
     read_causes,
     read_commit,
-    verify,
     write_causes,
     write_manifest,
 )

@@ -10,19 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from datastates.manifest import (
-    ABORTED_NAME,
-    FileRecord,
-    Manifest,
-    check,
-    is_promised,
-    read_commit,
-    verify,
-    write_causes,
-    write_manifest,
-)
-from datastates.recovery import AttemptLock, Recovery, clean_leftovers, recover, roll_forward
-from datastates.storage import create_partial, partial_path
+from datastates.attempt_folder import AttemptLock, is_promised
+from datastates.commit import roll_forward
+from datastates.integrity import check, verify
+from datastates.manifest import ABORTED_NAME, FileRecord, Manifest, read_commit, write_causes, write_manifest
+from datastates.partial_names import partial_path
+from datastates.recovery import Recovery, clean_leftovers, recover
+from datastates.storage import create_partial
 
 OLD = {"f": b"old", "g": b"old"}
 NEW = {"f": b"new", "sub/h": b"newer"}
@@ -234,7 +228,7 @@ def test_a_new_save_leaves_a_decided_attempt_to_recovery(tmp_path: Path) -> None
                 raise CutError
             rename(source, target)
 
-        patch.setattr("datastates.recovery.os.replace", cut)
+        patch.setattr("datastates.commit.os.replace", cut)
         patch.setattr("datastates.storage.os.replace", cut)
         roll_forward(str(tmp_path), manifests, "tag")
     file = create_partial(

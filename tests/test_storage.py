@@ -12,8 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from datastates import storage
+from datastates import locks, storage
+from datastates.directories import make_directories
 from datastates.errors import StorageError
+from datastates.leftovers import remove_leftovers
+from datastates.partial_names import is_attempt, partial_attempt, partial_path
 
 
 def aligned(data: bytes) -> memoryview:
@@ -25,12 +28,12 @@ def aligned(data: bytes) -> memoryview:
 
 
 def test_partial_names(tmp_path: Path) -> None:
-    assert storage.partial_path("/d/f.pt", "run-1") == "/d/.f.pt.run-1.datastates.partial"
-    assert storage.partial_attempt(".f.pt.run-1.datastates.partial") == "run-1"
+    assert partial_path("/d/f.pt", "run-1") == "/d/.f.pt.run-1.datastates.partial"
+    assert partial_attempt(".f.pt.run-1.datastates.partial") == "run-1"
     for name in ("f.pt", ".f.partial", "f.run-1.partial", ".f.run-1.partial.x"):
-        assert storage.partial_attempt(name) is None
-    assert storage.is_attempt("run_1-000002")
-    assert not any(map(storage.is_attempt, ("", "a/b", "a.b", "é", "a" * 65)))
+        assert partial_attempt(name) is None
+    assert is_attempt("run_1-000002")
+    assert not any(map(is_attempt, ("", "a/b", "a.b", "é", "a" * 65)))
 
 
 @pytest.mark.parametrize("data", [b"", b"abc", bytes(range(256)) * 33])
@@ -58,11 +61,11 @@ def test_unaligned_memory_is_written_all_the_same(tmp_path: Path) -> None:
 
 def test_a_partial_file_is_locked_by_its_owner(tmp_path: Path) -> None:
     file = storage.create_partial(str(tmp_path / "f"), "x-1", 10)
-    assert storage.remove_leftovers(str(tmp_path)) == []
+    assert remove_leftovers(str(tmp_path)) == []
     file.close()
     (tmp_path / ".other").touch()
-    assert storage.remove_leftovers(str(tmp_path), "g") == []
-    assert storage.remove_leftovers(str(tmp_path), "f") == [str(tmp_path / ".f.x-1.datastates.partial")]
+    assert remove_leftovers(str(tmp_path), "g") == []
+    assert remove_leftovers(str(tmp_path), "f") == [str(tmp_path / ".f.x-1.datastates.partial")]
     assert os.listdir(tmp_path) == [".other"]
 
 
@@ -72,7 +75,7 @@ def test_a_file_system_without_locks_has_no_leftovers(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     (tmp_path / ".f.x-1.datastates.partial").touch()
-    assert storage.remove_leftovers(str(tmp_path)) == []
+    assert remove_leftovers(str(tmp_path)) == []
     file = storage.create_partial(str(tmp_path / "g"), "x-1", 3)
     file.remove()
     assert os.listdir(tmp_path) == [".f.x-1.datastates.partial"]
@@ -80,7 +83,7 @@ def test_a_file_system_without_locks_has_no_leftovers(tmp_path: Path, monkeypatc
 
 
 def test_an_owned_file_is_not_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage, "_LOCK_TIMEOUT_SECONDS", 0.02)
+    monkeypatch.setattr(locks, "_TIMEOUT_SECONDS", 0.02)
     file = storage.create_partial(str(tmp_path / "f"), "x-1", 10)
     with pytest.raises(StorageError) as caught:
         storage.reopen_partial(str(tmp_path / "f"), "x-1", 10)
@@ -111,7 +114,7 @@ def test_a_file_in_the_way_of_a_directory(tmp_path: Path) -> None:
         storage.create_partial(str(tmp_path / "d" / "f"), "x-1", 1)
     assert caught.value.errno in (errno.EEXIST, errno.ENOTDIR)
     with pytest.raises(FileExistsError):
-        storage.make_directories(str(tmp_path / "d"))
+        make_directories(str(tmp_path / "d"))
 
 
 def test_write_atomically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,4 +147,4 @@ def test_a_folder_below_a_file_is_refused_at_once(tmp_path: Path, monkeypatch: p
     (tmp_path / "file").touch()
     monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("waits for a folder that cannot come"))
     with pytest.raises(FileExistsError):
-        storage.make_directories(str(tmp_path / "file" / "step1" / "deeper"))
+        make_directories(str(tmp_path / "file" / "step1" / "deeper"))

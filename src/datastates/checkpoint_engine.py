@@ -20,10 +20,12 @@ from torch import distributed
 
 from datastates import manifest, reader, recovery
 from datastates.attempt import Attempt
+from datastates.attempt_folder import has_attempts
 from datastates.config import SECTION, CheckpointConfig
 from datastates.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError
 from datastates.fence import Fence
-from datastates.saver import Saver, resolved
+from datastates.paths import resolved
+from datastates.saver import Saver
 from datastates.state import IsEager
 
 MAX_DEPTH = 3
@@ -231,7 +233,7 @@ def _checkpoint_of(path: str) -> str | None:
     """The folder of the checkpoint that a file may belong to."""
     directory = os.path.dirname(path)
     for _ in range(MAX_DEPTH):
-        if manifest.has_attempts(directory):
+        if has_attempts(directory):
             return directory
         directory = os.path.dirname(directory)
     return None

@@ -21,17 +21,17 @@ files in ``D`` that no manifest names.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from datastates.checksum import crc32
-from datastates.errors import CorruptCheckpointError, StorageError
-from datastates.storage import patiently, read_chunks, storage_errors, write_atomically
+from datastates.errors import CorruptCheckpointError
+from datastates.storage import write_atomically
+from datastates.system_calls import patiently, storage_errors
 
 METADATA_NAME = ".datastates"
 COMMIT_NAME = "commit.json"
@@ -41,9 +41,6 @@ LOCK_NAME = "lock"
 LATEST_NAME = "latest"
 FORMAT = "datastates-manifest"
 VERSION = 1
-
-_MAX_DEPTH = 3  # folders up from a file to its checkpoint's
-_READ_BYTES = 4 << 20  # a few of these per second keep up with any disk, and weigh nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,15 +160,6 @@ class CommitRecord:
         return record
 
 
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """Something wrong with a checkpoint: where and what; `offset` where it is one place of a file."""
-
-    path: str
-    message: str
-    offset: int | None = None
-
-
 def attempt_directory(directory: str, attempt: str) -> str:
     return os.path.join(directory, METADATA_NAME, attempt)
 
@@ -206,15 +194,6 @@ def read_latest(directory: str) -> str | None:
     return None if data is None else os.fsdecode(data).strip()
 
 
-def has_attempts(directory: str) -> bool:
-    """Whether this package has ever begun a checkpoint in this very folder, complete or not."""
-    try:
-        with os.scandir(os.path.join(directory, METADATA_NAME)) as entries:
-            return any(entry.is_dir() or entry.name == COMMIT_NAME for entry in entries)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-
-
 def read_commit(directory: str) -> CommitRecord | None:
     """The commit record of a checkpoint directory, None when it is not committed.
 
@@ -231,40 +210,6 @@ def read_manifest(directory: str, attempt: str, rank: int) -> tuple[Manifest, in
     path = manifest_path(directory, attempt, rank)
     data = read_bytes(path)
     return None if data is None else (Manifest.from_bytes(data, path), crc32(data))
-
-
-def last_seen(directory: str, attempt: str, rank: int) -> str:
-    """What a rank of the same run has saved last beside a checkpoint that it is missing from, as the end of a sentence.
-
-    Empty when nothing is found. For messages only: reads all folders beside the checkpoint's.
-    """
-    run = attempt.rsplit("-", 2)[0] + "-"
-    found: list[tuple[float, str]] = []
-    with contextlib.suppress(OSError, CorruptCheckpointError), os.scandir(os.path.dirname(directory)) as folders:
-        for folder in folders:
-            if folder.path == directory or not has_attempts(folder.path):
-                continue
-            for other in os.listdir(os.path.join(folder.path, METADATA_NAME)):
-                entry = read_manifest(folder.path, other, rank) if other.startswith(run) else None
-                if entry is not None:
-                    found.append((entry[0].written_at, entry[0].tag or folder.name))
-    return f"; the last checkpoint that it took part in is {max(found)[1]!r}" if found else ""
-
-
-def is_promised(directory: str, attempt: str) -> bool:
-    """Whether a rank has completed its part of an attempt, which may thus still be committed.
-
-    Args:
-        directory: the checkpoint's folder, or one inside of it.
-        attempt: not of a living process.
-    """
-    for _ in range(_MAX_DEPTH):
-        folder = attempt_directory(directory, attempt)
-        if os.path.isdir(folder):
-            names = os.listdir(folder)
-            return ABORTED_NAME not in names and any(name.startswith("rank-") for name in names)
-        directory = os.path.dirname(directory)
-    return False
 
 
 def write_manifest(directory: str, manifest: Manifest) -> None:
@@ -304,39 +249,11 @@ def committed_files(directory: str) -> dict[str, FileRecord]:
     record = read_commit(directory)
     if record is None:
         return {}
-    return {file.name: file for manifest in _manifests(directory, record) for file in manifest.files}
+    return {file.name: file for manifest in committed_manifests(directory, record) for file in manifest.files}
 
 
-def check(directory: str) -> list[Problem]:
-    """What is wrong with a checkpoint as far as names and sizes tell; empty when nothing is. Reads no tensor."""
-    try:
-        record = read_commit(directory)
-        if record is None:
-            return [Problem(directory, f"not a complete checkpoint: no {METADATA_NAME}/{COMMIT_NAME}")]
-        files = [file for manifest in _manifests(directory, record) for file in manifest.files]
-    except CorruptCheckpointError as error:
-        return [Problem(error.path, str(error))]
-    problems = list(_check_sizes(directory, files))
-    if len(files) != record.num_files or sum(file.nbytes for file in files) != record.nbytes:
-        problems.append(Problem(commit_path(directory), "number or size of the files differ from the manifests'"))
-    return problems
-
-
-def verify(directory: str) -> list[Problem]:
-    """`check`, and every byte compared with its checksum. Reads the whole checkpoint."""
-    problems = check(directory)
-    wrong = {problem.path for problem in problems}
-    try:
-        files = committed_files(directory)
-    except CorruptCheckpointError:
-        return problems
-    for file in files.values():
-        if os.path.join(directory, file.name) not in wrong:
-            problems.extend(verify_file(directory, file))
-    return problems
-
-
-def _manifests(directory: str, record: CommitRecord) -> Iterator[Manifest]:
+def committed_manifests(directory: str, record: CommitRecord) -> Iterator[Manifest]:
+    """The manifests of a committed checkpoint, by rank. Raises CorruptCheckpointError as `committed_files` does."""
     for rank, expected in enumerate(record.manifest_crc32):
         path = manifest_path(directory, record.attempt, rank)
         found = read_manifest(directory, record.attempt, rank)
@@ -346,36 +263,6 @@ def _manifests(directory: str, record: CommitRecord) -> Iterator[Manifest]:
         if value != expected:
             raise CorruptCheckpointError(f"{path}: CRC-32 {value:08x}, committed with {expected:08x}", path)
         yield manifest
-
-
-def _check_sizes(directory: str, files: Iterable[FileRecord]) -> Iterator[Problem]:
-    for file in files:
-        path = os.path.join(directory, file.name)
-        try:
-            nbytes = os.stat(path).st_size
-        except FileNotFoundError:
-            yield Problem(path, "the file is missing")
-            continue
-        if nbytes != file.nbytes:
-            yield Problem(path, f"the file has {nbytes} bytes, expected {file.nbytes}", min(nbytes, file.nbytes))
-
-
-def verify_file(directory: str, file: FileRecord) -> Iterator[Problem]:
-    """What is wrong with the bytes of one file of a checkpoint. Reads all of it."""
-    path = os.path.join(directory, file.name)
-    for index, expected in enumerate(file.crc32):
-        begin = index * file.slab_nbytes
-        end = min(begin + file.slab_nbytes, file.nbytes)
-        value = 0
-        try:
-            for chunk in read_chunks(path, begin, end, _READ_BYTES):
-                value = crc32(chunk, value)
-        except StorageError as error:
-            yield Problem(path, str(error), begin)
-            return
-        if value != expected:
-            message = f"bytes {begin} to {end} have CRC-32 {value:08x}, expected {expected:08x}"
-            yield Problem(path, message, begin)
 
 
 def _file_record(entry: dict[str, Any]) -> FileRecord:

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     import torch
 
 
+SEAL_NBYTES = 4
+"""Length of a `Seal` in the file."""
+
+
 @dataclass(frozen=True, slots=True)
 class Segment:
     """A byte range of the file and where its bytes come from.

@@ -1,8 +1,7 @@
-"""Bringing a checkpoint directory from one whole state to the next, and out of a crash in between.
+"""Bringing a checkpoint directory out of a crash, to one whole state or the other.
 
-`roll_forward` is the second phase of a commit; it may be cut anywhere and done again. `recover` does it for a
-job that is gone, `clean_leftovers` removes what such a job left. Both leave everything alone that a living
-process still owns.
+`recover` finishes a commit that was cut, `clean_leftovers` does that in all folders and removes what is left.
+Both leave everything alone that a living process still owns.
 """
 
 from __future__ import annotations
@@ -10,40 +9,24 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from enum import Enum
 
-from datastates.errors import CorruptCheckpointError, StorageError
+from datastates.attempt_folder import attempts, complete_manifests, is_decided, whole_lock
+from datastates.commit import roll_forward
+from datastates.integrity import verify_file
+from datastates.leftovers import remove_orphan
 from datastates.manifest import (
     ABORTED_NAME,
-    COMMIT_NAME,
     LATEST_NAME,
-    LOCK_NAME,
     METADATA_NAME,
-    CommitRecord,
     Manifest,
     attempt_directory,
-    commit_path,
     read_commit,
-    read_manifest,
-    verify_file,
 )
-from datastates.storage import (
-    fsync_directory,
-    is_attempt,
-    make_directories,
-    make_names_durable,
-    open_locked,
-    partial_attempt,
-    partial_path,
-    patiently,
-    remove_orphan,
-    storage_errors,
-    temporary_path,
-    try_lock,
-    write_atomically,
-)
+from datastates.partial_names import partial_attempt, partial_path
+from datastates.storage import size_of, temporary_path
+from datastates.system_calls import storage_errors
 
 
 class Recovery(Enum):
@@ -53,71 +36,6 @@ class Recovery(Enum):
     ROLLED_FORWARD = "rolled forward"
     CLEANED = "cleaned"
     OWNED = "owned by a living process"
-
-
-class AttemptLock:
-    """A flusher's share in an attempt: as long as one is held, nobody else finishes or removes the attempt."""
-
-    def __init__(self, directory: str, attempt: str) -> None:
-        """Make the attempt's folder and take the lock. Raises StorageError."""
-        folder = attempt_directory(directory, attempt)
-        with storage_errors("lock", folder):
-            while True:
-                make_directories(folder)
-                # another process may remove the folder of a crashed attempt between the two calls
-                with contextlib.suppress(FileNotFoundError):
-                    self._descriptor = open_locked(os.path.join(folder, LOCK_NAME), os.O_RDWR | os.O_CREAT, shared=True)
-                    return
-
-    def release(self) -> None:
-        """Give the share back; idempotent."""
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:
-            os.close(descriptor)
-
-
-def roll_forward(directory: str, manifests: Sequence[tuple[Manifest, int]], tag: str) -> CommitRecord:
-    """Give the files of a complete attempt their final names and commit them; may be repeated after a crash.
-
-    An older checkpoint in the directory stops being one when the first file is renamed, so its record is
-    withdrawn before. The new record is written (and its space taken) before that.
-
-    Args:
-        directory: the checkpoint directory.
-        manifests: of all ranks, by rank, each with the CRC-32 of its bytes; all complete and of one attempt.
-        tag: goes into the record.
-
-    Raises:
-        StorageError: a call failed; the attempt can be rolled forward later.
-    """
-    attempt = manifests[0][0].attempt
-    folder = attempt_directory(directory, attempt)
-    files = [file for manifest, _ in manifests for file in manifest.files]
-    record = CommitRecord(
-        attempt,
-        tag,
-        len(manifests),
-        sum(file.nbytes for file in files),
-        len(files),
-        time.time(),
-        tuple(value for _, value in manifests),
-    )
-    staged = os.path.join(folder, COMMIT_NAME)
-    with storage_errors("make durable", folder):
-        make_names_durable([folder])
-    write_atomically(staged, record.to_bytes())
-    with storage_errors("commit", directory):
-        _withdraw(directory, attempt)
-        folders = {directory}
-        for file in files:
-            path = os.path.join(directory, file.name)
-            _rename(partial_path(path, attempt), path, file.nbytes)
-            folders.add(os.path.dirname(path))
-        for name in sorted(folders):
-            fsync_directory(name)
-        patiently(os.replace, staged, commit_path(directory))
-        fsync_directory(os.path.join(directory, METADATA_NAME))
-    return record
 
 
 def remove_superseded(directory: str, attempt: str) -> bool:
@@ -131,17 +49,6 @@ def remove_superseded(directory: str, attempt: str) -> bool:
         if other != attempt:
             removed |= _discard(directory, other)
     return removed
-
-
-def attempts(directory: str) -> list[str]:
-    """The attempts that have a folder in a checkpoint directory."""
-    metadata = os.path.join(directory, METADATA_NAME)
-    try:
-        entries = patiently(os.scandir, metadata)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    with entries:
-        return sorted(entry.name for entry in entries if is_attempt(entry.name) and entry.is_dir(follow_symlinks=False))
 
 
 def recover(directory: str) -> Recovery:
@@ -158,7 +65,7 @@ def recover(directory: str) -> Recovery:
     with contextlib.ExitStack() as locks:
         mine = []
         for attempt in attempts(directory):
-            if locks.enter_context(_all_of(directory, attempt)):
+            if locks.enter_context(whole_lock(directory, attempt)):
                 mine.append(attempt)
             else:
                 result = Recovery.OWNED
@@ -226,88 +133,15 @@ def _candidate(directory: str, attempt: str) -> _Candidate | None:
     for manifest, _ in manifests:
         for file in manifest.files:
             path = os.path.join(directory, file.name)
-            if _size(partial_path(path, attempt)) == file.nbytes:
+            if size_of(partial_path(path, attempt)) == file.nbytes:
                 continue
-            if _size(path) != file.nbytes or any(verify_file(directory, file)):
+            if size_of(path) != file.nbytes or any(verify_file(directory, file)):
                 return None  # what has the final name may be of another save, and of the same size
     return is_decided(directory, attempt), max(manifest.written_at for manifest, _ in manifests), manifests
 
 
-def is_decided(directory: str, attempt: str) -> bool:
-    """Whether rank 0 has decided to commit the attempt, or has done so."""
-    if os.path.exists(os.path.join(attempt_directory(directory, attempt), COMMIT_NAME)):
-        return True
-    try:
-        record = read_commit(directory)
-    except CorruptCheckpointError:
-        return False  # whatever stands in its place, nobody has decided anything with it
-    return record is not None and record.attempt == attempt
-
-
-def complete_manifests(directory: str, attempt: str) -> list[tuple[Manifest, int]] | None:
-    """The manifests of all ranks by rank, None unless all are there and none says that its rank failed."""
-    try:
-        first = read_manifest(directory, attempt, 0)
-        if first is None:
-            return None
-        found = [first, *(read_manifest(directory, attempt, rank) for rank in range(1, first[0].world_size))]
-    except CorruptCheckpointError:
-        return None  # a damaged record proves nothing: the attempt counts as incomplete
-    manifests = [entry for entry in found if entry is not None and entry[0].failed is None]
-    return manifests if len(manifests) == len(found) else None
-
-
-def _withdraw(directory: str, attempt: str) -> None:
-    """Take back every record but that of the attempt, so that no reader pairs old and new files.
-
-    A record that went from an attempt's folder to its place may be in both after a power loss, until its first
-    folder is durable, too: that is made sure of here.
-    """
-    stale = [
-        os.path.join(attempt_directory(directory, other), COMMIT_NAME)
-        for other in attempts(directory)
-        if other != attempt
-    ]
-    for path in [*stale, commit_path(directory)]:
-        with contextlib.suppress(FileNotFoundError):
-            patiently(os.unlink, path)
-        with contextlib.suppress(FileNotFoundError):  # the folder is gone: its owner has just cleaned up
-            fsync_directory(os.path.dirname(path))
-
-
-def _rename(source: str, path: str, nbytes: int) -> None:
-    try:
-        patiently(os.replace, source, path)
-    except FileNotFoundError as error:
-        if _size(path) != nbytes:
-            message = f"{path}: neither it nor its partial file has {nbytes} bytes"
-            raise StorageError(message, error.errno, path) from error
-
-
-def _size(path: str) -> int | None:
-    try:
-        return patiently(os.stat, path).st_size
-    except FileNotFoundError:
-        return None
-
-
-@contextlib.contextmanager
-def _all_of(directory: str, attempt: str) -> Iterator[bool]:
-    """Hold the whole lock of an attempt for the body, if its owners are gone."""
-    path = os.path.join(attempt_directory(directory, attempt), LOCK_NAME)
-    try:
-        descriptor = patiently(os.open, path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-    except FileNotFoundError:
-        yield False
-        return
-    try:
-        yield bool(try_lock(descriptor))
-    finally:
-        os.close(descriptor)
-
-
 def _discard(directory: str, attempt: str) -> bool:
-    with _all_of(directory, attempt) as is_mine:
+    with whole_lock(directory, attempt) as is_mine:
         if not is_mine:
             return False
         _remove_partials(directory, attempt)

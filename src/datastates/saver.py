@@ -1,50 +1,38 @@
 """The whole life of a save: plan, stage, flush, commit.
 
-A `Saver` belongs to one rank. It owns the host cache, the stager and the flusher process, and knows two kinds
-of saves: a *checkpoint* (files of several ranks that become visible together) and a *lone file*.
+A `Saver` belongs to one rank. It owns the parts that move bytes (`machinery`), and knows two kinds of saves:
+a *checkpoint* (files of several ranks that become visible together) and a *lone file*.
 """
 
 from __future__ import annotations
 
 import atexit
-import concurrent.futures
-import errno
 import logging
 import os
-import stat
 import threading
 import weakref
-import zlib
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
 from multiprocessing.util import Finalize
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from datastates import formats
 from datastates.attempt import Attempt, SaveHandle
+from datastates.attempt_names import AttemptNames
 from datastates.captures import Captures, EagerBudget
+from datastates.commit_log import CommitLog
 from datastates.config import CheckpointConfig
-from datastates.errors import (
-    ClosedError,
-    CommitError,
-    DataStatesError,
-    SaveSkippedError,
-    StorageError,
-    WaitTimeoutError,
-)
+from datastates.deadline import Deadline
+from datastates.entrance import Entrance
+from datastates.errors import CommitError, DataStatesError, SaveSkippedError
 from datastates.events import EventLog, Listener, now
-from datastates.fence import Fence
-from datastates.flusher.client import CommitResult, FlusherClient, FlushFile
+from datastates.flusher.client import CommitResult, FlushFile
 from datastates.flusher.work import running_future
-from datastates.host_cache import HostCache
-from datastates.life_cycle import LifeCycle
+from datastates.machinery import Machinery
 from datastates.outcomes import Outcomes
-from datastates.pinner import Pinner
-from datastates.stager import Stager
+from datastates.paths import check_target, resolved
 from datastates.staging_job import StagingJob, torn_error
 from datastates.state import IsEager, default_is_eager
 from datastates.verification import SourceCheck
@@ -53,15 +41,6 @@ if TYPE_CHECKING:
     from datastates.plan import FilePlan
 
 logger = logging.getLogger(__name__)
-
-MAX_PATH_BYTES = 4096
-"""Source: PATH_MAX of limits.h on Linux."""
-
-ADVICE_SECONDS = 0.5
-"""So long may training be held back for want of host cache, all in all, before the log says what to do about it."""
-
-
-_ORDER = list(LifeCycle)
 
 
 class Saver:
@@ -98,57 +77,30 @@ class Saver:
         """
         self._config = config
         self._rank = rank
-        self._run_id = run_id
-        self._forgiving = forgiving
-        self._owner = os.getpid()
-        self._lock = threading.RLock()  # protects the fields up to _has_advised
-        self._life = LifeCycle.OPEN
-        self._num_attempts: Counter[str] = Counter()
-        self._num_lone_files = 0
+        self._entrance = Entrance()
+        self._names = AttemptNames(run_id, rank)
+        self._lock = threading.RLock()  # protects _staging and _unverified; a signal handler may save, too
         self._staging: list[tuple[str, Future[None]]] = []
         self._unverified: list[tuple[Attempt, Callable[[], Future[CommitResult]]]] = []
-        self._has_advised = False
-        self._num_saving = 0
-        self._idle = threading.Condition(self._lock)  # no save() is on its way
-        self._closed = threading.Event()
         self._budget = EagerBudget(config.eager_budget_bytes)
         self._attempt_by_job: weakref.WeakKeyDictionary[StagingJob[FlushFile], Attempt] = weakref.WeakKeyDictionary()
-        self._pinner: Pinner | None = None
-        with ExitStack() as undo:
-            self._start(world_size, listener, undo)
-            undo.pop_all()
+        self._commit_log = CommitLog()
+        self.events = EventLog(rank, config.events_dir, listener)
+        self._outcomes = Outcomes(self.events, self._note_committed, forgiving)
+        self._machinery = Machinery(
+            config,
+            self.events,
+            rank=rank,
+            world_size=world_size,
+            on_reserved=self._note_reserved,
+            on_lost=self._on_lost,
+            verify=self._verify if config.verify_staging else None,
+        )
+        self._cache, self._client = self._machinery.cache, self._machinery.client
+        self._stager, self.fence = self._machinery.stager, self._machinery.fence
         atexit.register(self._close_at_exit)
         # children of multiprocessing run its own finalizers, not those of atexit
         self._finalizer = Finalize(None, self._close_at_exit, exitpriority=100)
-
-    def _start(self, world_size: int, listener: Listener | None, undo: ExitStack) -> None:
-        """Make all parts; ``undo`` gets what takes them away again should a later one fail."""
-        config = self._config
-        self.events = EventLog(self._rank, config.events_dir, listener)
-        undo.callback(self.events.close)
-        self._outcomes = Outcomes(self.events, self._note_committed, self._forgiving)
-        self._cache = HostCache(config.host_cache_bytes, config.slab_nbytes)
-        undo.callback(self._cache.close)
-        self._client = FlusherClient(
-            self._cache.descriptor,
-            self._cache.nbytes,
-            rank=self._rank,
-            world_size=world_size,
-            run_id=self._run_id,
-            on_slab_free=self._cache.release,
-            events=self.events,
-            num_writers=config.num_writers,
-            commit_timeout_seconds=config.commit_timeout_seconds,
-            grace_seconds=config.grace_seconds,
-        )
-        undo.callback(self._client.close, config.close_timeout_seconds)
-        self._stager: Stager[FlushFile] = Stager(
-            self._cache, self._client, self.events, lambda file: file.error, self._on_lost
-        )
-        undo.callback(self._stager.close, config.close_timeout_seconds)
-        self.fence = Fence(self._stager.copier, self.events, self._verify if config.verify_staging else None)
-        undo.callback(self.fence.remove)
-        self._prepare_cache()
 
     @property
     def flusher_pid(self) -> int:
@@ -156,7 +108,7 @@ class Saver:
 
     @property
     def is_open(self) -> bool:
-        return self._life is LifeCycle.OPEN and os.getpid() == self._owner
+        return self._entrance.is_open
 
     @property
     def is_busy(self) -> bool:
@@ -179,18 +131,12 @@ class Saver:
         """Begin a checkpoint of all ranks in ``directory``. Every rank calls it, with the same tag.
 
         With ``skip`` nothing is saved for it, and its future raises SaveSkippedError.
-
-        The name of the attempt, on which the ranks must agree without talking, counts the attempts at this very tag:
-        a rank that has missed a checkpoint takes part in the next one again.
         """
-        self._check_open()
+        self._entrance.check()
         if not isinstance(tag, str) or not tag:
             raise ValueError(f"tag is {tag!r}, expected a text")
         directory = resolved(os.path.join(directory, ""))
-        with self._lock:
-            self._num_attempts[tag] += 1
-            tag_hash = zlib.crc32(os.fsencode(tag))
-            name = f"{self._run_id}-{tag_hash:08x}-{self._num_attempts[tag]:04d}"
+        name = self._names.of_checkpoint(tag)
         attempt = Attempt(name, directory, directory, tag, update_latest, is_skipped=skip)
         if skip:
             self._outcomes.skip(attempt)
@@ -222,16 +168,16 @@ class Saver:
             ValueError: the path cannot be one.
             ClosedError: the saver is closed, or belongs to another process.
         """
-        with self._saving():
+        with self._entrance.inside():
             return self._save(state, resolved(path), attempt, is_eager)
 
     def _save(self, state: object, path: str, attempt: Attempt | None, is_eager: IsEager | None) -> SaveHandle:
         begin = now()
-        _check_target(path)
+        check_target(path)
         is_lone = attempt is None
         attempt = attempt or self._lone_attempt(path)
         if attempt.is_skipped:
-            return SaveHandle(path, 0, _done(), attempt.committed)
+            return SaveHandle(path, 0, _done_future(), attempt.committed)
         captures = Captures(self._budget)
         try:
             plan = self._plan(state, path, captures, is_eager)
@@ -255,7 +201,7 @@ class Saver:
 
         The checkpoint is committed when every rank has said so and all bytes are durable.
         """
-        self._check_open()
+        self._entrance.check()
         if attempt.directory is None:
             raise ValueError("a lone file is committed by save()")
         directory = attempt.directory
@@ -282,7 +228,7 @@ class Saver:
 
         From then on the state may be changed, and the death of this process does not lose it.
         """
-        deadline = _Deadline(timeout)
+        deadline = Deadline(timeout)
         with self._lock:
             staging = list(self._staging)
         self.fence.close(timeout)
@@ -295,7 +241,7 @@ class Saver:
         Raises:
             WaitTimeoutError: not settled within ``timeout`` seconds.
         """
-        deadline = _Deadline(timeout)
+        deadline = Deadline(timeout)
         self.wait_staged(timeout)
         for attempt in self._outcomes.unsettled:
             deadline.wait(attempt.committed, f"{attempt.path}: not committed")
@@ -338,26 +284,21 @@ class Saver:
             DataStatesError: the first failure that nobody has been told of.
             WaitTimeoutError: not done within ``timeout`` seconds; the flusher goes on by itself.
         """
-        if os.getpid() != self._owner:
+        if not self._entrance.is_ours:
             return
-        deadline = _Deadline(timeout)
-        with self._idle:
-            is_first, self._life = self._life is LifeCycle.OPEN, max(self._life, LifeCycle.CLOSING, key=_ORDER.index)
-        if not is_first:
-            self._closed.wait(timeout)  # somebody else does it
-            return
+        deadline = Deadline(timeout)
+        if not self._entrance.begin_closing(timeout):
+            return  # somebody else has done it
         atexit.unregister(self._close_at_exit)
         self._finalizer.cancel()
-        with self._idle:
-            self._idle.wait_for(lambda: self._num_saving == 0, deadline.left())
+        self._entrance.wait_empty(deadline.left())
         errors: list[BaseException] = []
-        for end in (self._stager.close, self.wait_committed, self._client.close, self._free):
+        for end in (self._stager.close, self.wait_committed, self._client.close, self._machinery.free):
             try:
                 end(deadline.left())
             except (DataStatesError, OSError) as error:
                 errors.append(error)
-        self._life = LifeCycle.CLOSED
-        self._closed.set()
+        self._entrance.end_closing()
         if errors:
             raise errors[0]
 
@@ -368,52 +309,9 @@ class Saver:
         except (DataStatesError, OSError) as error:
             logger.critical("datastates: this process ends with a save lost, exit status notwithstanding: %s", error)
 
-    def _free(self, timeout: float | None) -> None:
-        """Let go of memory and descriptors. A stager that is stuck is woken: what it has not staged is lost."""
-        self.fence.remove()
-        pinner, self._pinner = self._pinner, None
-        try:
-            if pinner is not None and not self._stager.is_alive:
-                pinner.close(timeout)
-        finally:
-            self._cache.close()
-            self.events.close()
-
-    @contextmanager
-    def _saving(self) -> Iterator[None]:
-        """Closing waits for the body to end."""
-        with self._lock:
-            self._check_open()
-            self._num_saving += 1
-        try:
-            yield
-        finally:
-            with self._idle:
-                self._num_saving -= 1
-                self._idle.notify_all()
-
-    def _check_open(self) -> None:
-        if os.getpid() != self._owner:
-            raise ClosedError(
-                f"this saver belongs to process {self._owner}; a forked child ({os.getpid()}) cannot save through it"
-            )
-        if self._life is not LifeCycle.OPEN:
-            raise ClosedError(f"the saver is {self._life.value}: nothing more can be saved through it")
-
-    def _prepare_cache(self) -> None:
-        reserved = self._client.prefault()
-        reserved.add_done_callback(self._note_reserved)
-        is_patient = not self._config.fast_cache_init
-        if is_patient:
-            reserved.result(self._config.close_timeout_seconds)
-        if self._config.pin_host_cache and torch.cuda.is_available():
-            self._pinner = Pinner(self._cache.memory, reserved)
-            if is_patient:
-                self._pinner.wait(self._config.close_timeout_seconds)
-
     def _note_reserved(self, done: Future[None]) -> None:
         error = done.exception()
-        if error is not None and self._life is LifeCycle.OPEN:
+        if error is not None and self._entrance.is_open:
             what = f"datastates: the memory of the host cache cannot be reserved, lower host_cache_size: {error}"
             self._outcomes.fail(what, error)
 
@@ -427,10 +325,7 @@ class Saver:
         return formats.plan(state, formats.format_for(path, self._config.format), captures.capture, is_volatile)
 
     def _lone_attempt(self, path: str) -> Attempt:
-        with self._lock:
-            self._num_lone_files += 1
-            name = f"{self._run_id}-r{self._rank}-{self._num_lone_files:06d}"
-        attempt = Attempt(name, path)
+        attempt = Attempt(self._names.of_lone_file(), path)
         if self._config.when_busy == "skip" and self.is_busy:
             attempt.is_skipped = True
             self._outcomes.skip(attempt)
@@ -499,73 +394,10 @@ class Saver:
             self._follow(attempt, ask)
 
     def _note_committed(self, attempt: Attempt) -> None:
-        seconds, gib = now() - attempt.begin, attempt.nbytes / 2**30
-        logger.info(
-            "committed %s: %.3f GiB of this rank, blocked %.4f s, durable after %.2f s (%.2f GiB/s)",
-            attempt.path,
-            gib,
-            attempt.blocked_seconds,
-            seconds,
-            gib / seconds,
-        )
-        held, starved = self.fence.held_seconds, self._stager.starved_seconds
-        if min(held, starved) > ADVICE_SECONDS and not self._has_advised:
-            self._has_advised = True
-            logger.warning(
-                "flushing is slower than saving: training was held back for %.1f s because the host cache was full; "
-                "raise host_cache_size to >= %.1f or save less often than every %.1f s",
-                held,
-                gib * 1.05,
-                seconds,
-            )
+        self._commit_log.note(attempt, self.fence.held_seconds, self._stager.starved_seconds)
 
 
-def resolved(path: str | os.PathLike[str]) -> str:
-    """The one absolute name of a file: its folder without symbolic links, its own name as it is.
-
-    Raises:
-        ValueError: no file can have the name.
-    """
-    text = os.fspath(path)
-    try:
-        if b"\0" in os.fsencode(text):
-            raise ValueError("it holds a NUL")
-    except ValueError as error:
-        raise ValueError(f"{text!r} cannot be a path: {error}") from error
-    directory, name = os.path.split(os.path.abspath(text) if not text.endswith(os.sep) else text)
-    return os.path.join(os.path.realpath(directory), name) if name else os.path.realpath(directory)
-
-
-def _check_target(path: str) -> None:
-    """Refuse to replace what is no file. Raises StorageError."""
-    if len(os.fsencode(path)) >= MAX_PATH_BYTES:
-        raise StorageError(f"{path[:100]}...: longer than {MAX_PATH_BYTES} bytes", errno.ENAMETOOLONG, path)
-    try:
-        mode = os.stat(path).st_mode
-    except OSError:
-        return  # not there, or not reachable: the flusher says so when it makes the file
-    if not stat.S_ISREG(mode):
-        kind = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
-        raise StorageError(f"{path} is no regular file and is not replaced by one", kind, path)
-
-
-def _done() -> Future[None]:
+def _done_future() -> Future[None]:
     future = running_future(type(None))
     future.set_result(None)
     return future
-
-
-class _Deadline:
-    """A time limit that several waits share."""
-
-    def __init__(self, timeout: float | None) -> None:
-        self._timeout = timeout
-        self._end = None if timeout is None else now() + timeout
-
-    def left(self) -> float | None:
-        return None if self._end is None else max(self._end - now(), 0.0)
-
-    def wait(self, future: Future[Any], what: str) -> None:
-        """Wait until the future is done, whatever its outcome."""
-        if concurrent.futures.wait([future], self.left()).not_done:
-            raise WaitTimeoutError(f"{what} within {self._timeout} s")

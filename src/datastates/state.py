@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from datastates.copying import copy_range, copy_to_bytes
+from datastates.copying import copy_to_bytes
 
 __all__ = [
     "Capture",
@@ -19,7 +19,6 @@ __all__ = [
     "alias",
     "capture_host",
     "children",
-    "copy_range",
     "default_is_eager",
     "has_own_storage",
     "is_plain",

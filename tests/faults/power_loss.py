@@ -22,7 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from datastates.checkpoint_engine import check_committed
-from datastates.manifest import LATEST_NAME, committed_files, read_commit, read_latest, verify
+from datastates.integrity import verify
+from datastates.manifest import LATEST_NAME, committed_files, read_commit, read_latest
 from datastates.recovery import clean_leftovers
 from faults import storage_recorder
 from faults.disk_model import Disk, Tree, read_tree, write_tree

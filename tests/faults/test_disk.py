@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from datastates.errors import CommitError, StorageError
-from datastates.manifest import check, verify
+from datastates.integrity import check, verify
 from flusher.rig import SLAB, TIMEOUT, Rig, faulty, image_of, partials
 
 IMAGE = image_of(5 * SLAB + 100)

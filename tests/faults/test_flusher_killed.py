@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from datastates.errors import FlusherDiedError, WaitTimeoutError
-from datastates.manifest import read_commit, verify
+from datastates.integrity import verify
+from datastates.manifest import read_commit
 from datastates.plan import Seal
 from flusher.rig import SLAB, TIMEOUT, Rig, eventually, faulty, image_of, partials
 

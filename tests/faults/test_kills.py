@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 
-from datastates.flusher import committer
+from datastates.flusher import committer, patience
 from datastates.flusher.protocol import AttemptFailed, Commit
-from datastates.manifest import manifest_path, read_latest, verify
+from datastates.integrity import verify
+from datastates.manifest import manifest_path, read_latest
 from flusher.rig import SLAB, TIMEOUT, Rig, eventually, image_of
 from stress import aftermath
 from stress.contents import LONE, PARTS, Moment, file_name, state_of
@@ -64,7 +65,7 @@ def test_a_manifest_is_not_written_again_by_the_next_flusher(tmp_path: Path) -> 
 def test_flushers_of_a_dead_job_wait_once_for_a_rank_that_does_not_come(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(committer, "_LAST_PATIENCE_SECONDS", 0.125)
+    monkeypatch.setattr(patience, "_LAST_PATIENCE_SECONDS", 0.125)
     answers: SimpleQueue[Any] = SimpleQueue()
 
     def send(answer: Any) -> bool:

@@ -58,7 +58,9 @@ def run(tmp_path: Path, code: str) -> tuple[int, str, str]:
     assert process.stdout is not None
     line = process.stdout.readline()
     flusher = os.pidfd_open(int(line)) if line.strip().isdigit() else None
-    out, _ = process.communicate(timeout=90)
+    out = process.stdout.read()  # not communicate(), which misses what readline() has taken from the pipe already
+    process.stdout.close()
+    process.wait(90)
     err = (tmp_path / "stderr").read_text()
     if flusher is not None:
         ended, _, _ = select.select([flusher], [], [], 60)

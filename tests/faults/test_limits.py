@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from datastates.errors import StorageError
-from datastates.manifest import read_latest, verify
+from datastates.integrity import verify
+from datastates.manifest import read_latest
 from flusher.rig import SLAB, TIMEOUT, Rig, image_of, partials
 
 IMAGE = image_of(3 * SLAB + 100)

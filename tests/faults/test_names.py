@@ -13,7 +13,10 @@ import pytest
 
 from datastates import storage
 from datastates.errors import StorageError
-from datastates.manifest import read_latest, verify
+from datastates.integrity import verify
+from datastates.leftovers import remove_leftovers
+from datastates.manifest import read_latest
+from datastates.partial_names import partial_attempt, partial_path
 from datastates.recovery import clean_leftovers
 from flusher.rig import SLAB, TIMEOUT, Rig, image_of, partials
 
@@ -67,12 +70,12 @@ def test_a_long_name_fails_and_leaves_nothing(tmp_path: Path) -> None:
 
 def test_partial_names_of_long_names_differ(tmp_path: Path) -> None:
     first, second = (str(tmp_path / ("n" * 250 + end)) for end in "ab")
-    names = {os.path.basename(storage.partial_path(path, "r" * 64)) for path in (first, second)}
+    names = {os.path.basename(partial_path(path, "r" * 64)) for path in (first, second)}
     assert len(names) == 2
-    assert all(len(name) <= 255 and storage.partial_attempt(name) == "r" * 64 for name in names)
+    assert all(len(name) <= 255 and partial_attempt(name) == "r" * 64 for name in names)
     storage.create_partial(first, "run-1", 0).close()
-    assert storage.remove_leftovers(str(tmp_path), os.path.basename(second)) == []
-    assert len(storage.remove_leftovers(str(tmp_path), os.path.basename(first))) == 1
+    assert remove_leftovers(str(tmp_path), os.path.basename(second)) == []
+    assert len(remove_leftovers(str(tmp_path), os.path.basename(first))) == 1
 
 
 @pytest.mark.parametrize("is_dangling", [False, True])
@@ -99,7 +102,7 @@ def test_a_link_in_the_place_of_a_partial_file_is_refused(tmp_path: Path, is_dan
     target = tmp_path / "elsewhere"
     if not is_dangling:
         target.write_bytes(b"precious")
-    partial = Path(storage.partial_path(str(tmp_path / "f"), "run-1"))
+    partial = Path(partial_path(str(tmp_path / "f"), "run-1"))
     partial.symlink_to(target)
     with Rig() as rig:
         rig.save(tmp_path / "f", IMAGE, "run-1")

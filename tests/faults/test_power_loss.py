@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from datastates.directories import make_names_durable
 from datastates.recovery import clean_leftovers
-from datastates.storage import make_names_durable
 from faults.disk_model import Disk, Tree, read_tree
 from faults.power_loss import SCENARIOS, PowerLossError, Recording, Scenario, record, run_power_loss, try_all
 from faults.storage_recorder import Call, Recorder, read_log
@@ -190,7 +190,7 @@ def test_names_are_made_durable_up_to_a_folder_that_may_not_be_read(
             raise PermissionError
         synced.append(path)
 
-    monkeypatch.setattr("datastates.storage.fsync_directory", fsync_directory)
+    monkeypatch.setattr("datastates.directories.fsync_directory", fsync_directory)
     folder = tmp_path / "a" / "b" / "c"
     make_names_durable([str(folder / "f"), str(folder / "sub" / "g"), str(folder / "h")])
     assert synced == [str(folder), str(folder.parent), str(folder / "sub")]

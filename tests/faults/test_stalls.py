@@ -15,7 +15,8 @@ import torch
 from datastates.checkpoint_engine import CheckpointEngine
 from datastates.errors import WaitTimeoutError
 from datastates.flusher.client import FlusherClient
-from datastates.manifest import read_latest, verify
+from datastates.integrity import verify
+from datastates.manifest import read_latest
 from flusher.rig import eventually, faulty
 
 CALLS = [

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from datastates.manifest import read_commit, verify
+from datastates.integrity import verify
+from datastates.manifest import read_commit
 from flusher.rig import SLAB, Rig, eventually, image_of, partials
 
 IMAGE = image_of(6 * SLAB + 9)

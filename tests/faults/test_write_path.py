@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from datastates.manifest import verify
+from datastates.integrity import verify
 from datastates.recovery import clean_leftovers
 from faults.write_path import (
     ANY_RANK,

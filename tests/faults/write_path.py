@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from datastates.errors import CommitError, StorageError
-from datastates.manifest import read_commit, read_latest, verify
+from datastates.integrity import verify
+from datastates.manifest import read_commit, read_latest
 from datastates.recovery import Recovery, recover
 from flusher.rig import SLAB, TIMEOUT, Rig, eventually, image_of
 

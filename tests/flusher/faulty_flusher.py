@@ -36,7 +36,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from datastates import storage
+from datastates import directories, locks, system_calls
 from datastates.flusher import committer
 from datastates.flusher.process import main
 
@@ -141,9 +141,9 @@ def install(rules: Rules) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1].startswith("/"):
-        storage._RETRY_SECONDS = 0.0005
-        storage._LOCK_TIMEOUT_SECONDS = 0.01
-        storage._DIRECTORY_TRIES = 4
+        system_calls.RETRY_SECONDS = 0.0005
+        locks._TIMEOUT_SECONDS = 0.01
+        directories._TRIES = 4
         committer._FIRST_POLL_SECONDS = 0.001
     install(Rules(sys.argv[1]))
     main(sys.argv[2:])

@@ -40,7 +40,6 @@ class Rig:
             self.nbytes,
             rank=rank,
             world_size=world_size,
-            run_id="run",
             on_slab_free=self.free.put,
             events=EventLog(rank, listener=self.events.append),
             **options,

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from datastates.errors import CommitError, StorageError
-from datastates.manifest import committed_files, read_commit, verify
+from datastates.integrity import verify
+from datastates.manifest import committed_files, read_commit
 from flusher.rig import SLAB, TIMEOUT, Rig, eventually, faulty, image_of, partials
 
 IMAGES = [image_of(3 * SLAB + rank, rank) for rank in range(2)]

@@ -141,6 +141,7 @@ def round_trip(folder: Path, stages: str) -> None:
         expected.write(save_dir / "expected")
         losses = train(engine, 3)
         engine.checkpoint_engine.ckpt_engine.wait(persist=True)
+        distributed.barrier()  # rank 0 writes `latest` after the commit that the others hear of
         assert (save_dir / "latest").read_text() == "global_step2"
         num_tensors = 0
         for path, state in expected.states.items():

@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 from torch import distributed
 
-from datastates import manifest
 from datastates.checkpoint_engine import CheckpointEngine
 from datastates.errors import CommitError, DataStatesError
+from datastates.integrity import verify
 
 RANK = int(os.environ["RANK"])
 
@@ -44,8 +44,9 @@ def finish(engine: CheckpointEngine, folder: Path, tag: str) -> None:
     distributed.barrier()
     save(engine, folder, tag)
     engine.wait(persist=True, timeout=30)
+    distributed.barrier()  # rank 0 writes `latest` after the commit that the others hear of
     assert (folder / "latest").read_text() == tag
-    assert manifest.verify(str(folder / tag)) == []
+    assert verify(str(folder / tag)) == []
     engine.close()
     print("ok", flush=True)
 

@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from datastates import manifest, recovery
+from datastates.attempt_folder import attempts
 from datastates.errors import DataStatesError
+from datastates.integrity import verify
 from stress.contents import BEST, LONE, PARTS, Moment, file_name, read_moment
 
 _NUM_KEPT = 2
@@ -82,7 +84,7 @@ def problems(directory: str, promised: Promised) -> Iterator[str]:
 
 
 def _problems_of(directory: str, name: str) -> Iterator[str]:
-    for problem in manifest.verify(f"{directory}/{name}"):
+    for problem in verify(f"{directory}/{name}"):
         yield f"{problem.path}: {problem.message}"
     record = manifest.read_commit(f"{directory}/{name}")
     if record is None:
@@ -135,7 +137,7 @@ def _leftovers(directory: str) -> Iterator[str]:
             yield repr(error)
             continue
         kept = [] if record is None else [record.attempt]
-        if (left := recovery.attempts(folder)) != kept:
+        if (left := attempts(folder)) != kept:
             yield f"{folder}: attempts {left} have folders, expected {kept}"
         files = [entry.name for entry in os.scandir(folder) if entry.is_file()]
         if record is None and files:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from datastates import CheckpointEngine, saver
+from datastates import CheckpointEngine, machinery
 from datastates.errors import DataStatesError
 from datastates.flusher import supervisor
 from datastates.flusher.client import FlusherClient
@@ -100,7 +100,7 @@ def _make_engine(job: Job, rank: int) -> CheckpointEngine:
     if job.point is not None and rank == job.point_rank:
         point = Point(**job.point)
         command = (sys.executable, str(MORTAL_FLUSHER), json.dumps(asdict(point)))
-        saver.FlusherClient = partial(FlusherClient, command=command)  # type: ignore[misc, assignment]
+        machinery.FlusherClient = partial(FlusherClient, command=command)  # type: ignore[misc, assignment]
     if job.num_ranks > 1:
         store = f"file://{job.file('store')}"
         distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=job.num_ranks)

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 
+from datastates.config import DIRECT_IO_BYTES
 from datastates.errors import ClosedError, CommitError, StorageError
 from datastates.events import EventLog, now
 from datastates.flusher import launch
@@ -22,12 +23,10 @@ from datastates.flusher.protocol import (
 from datastates.flusher.supervisor import Supervisor
 from datastates.flusher.work import Attempt, CommitResult, FlushFile, running_future
 from datastates.life_cycle import LifeCycle
-from datastates.plan import Seal
-from datastates.storage import BLOCK_BYTES, is_attempt
+from datastates.partial_names import is_attempt
+from datastates.plan import SEAL_NBYTES, Seal
 
 __all__ = ["CommitResult", "FlushFile", "FlusherClient"]
-
-_SEAL_NBYTES = 4
 
 
 class FlusherClient:
@@ -47,7 +46,6 @@ class FlusherClient:
         *,
         rank: int,
         world_size: int,
-        run_id: str,
         on_slab_free: Callable[[int], None],
         events: EventLog,
         num_writers: int = 3,
@@ -62,7 +60,6 @@ class FlusherClient:
             cache_nbytes: its size.
             rank: this process's rank, from 0.
             world_size: ranks that take part in every checkpoint.
-            run_id: equal on all ranks of the run.
             on_slab_free: called with a slab's offset when its memory may be used again; must be quick.
             events: receives the records ``flush``, ``durable``, ``committed`` and ``failed``.
             num_writers: writes in flight.
@@ -84,7 +81,6 @@ class FlusherClient:
             cache_nbytes,
             rank,
             world_size,
-            run_id,
             num_writers,
             commit_timeout_seconds,
             grace_seconds,
@@ -271,8 +267,8 @@ class FlusherClient:
 def _check_file(path: str, nbytes: int, slab_bytes: int, seals: Sequence[Seal]) -> None:
     if not os.path.isabs(path) or os.path.normpath(path) != path:
         raise ValueError(f"{path!r} is no normal absolute path")
-    if nbytes < 0 or slab_bytes <= 0 or slab_bytes % BLOCK_BYTES:
-        raise ValueError(f"{path}: {nbytes} bytes in slabs of {slab_bytes}, expected a multiple of {BLOCK_BYTES}")
+    if nbytes < 0 or slab_bytes <= 0 or slab_bytes % DIRECT_IO_BYTES:
+        raise ValueError(f"{path}: {nbytes} bytes in slabs of {slab_bytes}, expected a multiple of {DIRECT_IO_BYTES}")
     for seal in seals:
-        if not 0 <= seal.begin <= seal.end <= seal.offset <= nbytes - _SEAL_NBYTES:
+        if not 0 <= seal.begin <= seal.end <= seal.offset <= nbytes - SEAL_NBYTES:
             raise ValueError(f"{path}: {seal} does not lie behind its range and inside of {nbytes} bytes")

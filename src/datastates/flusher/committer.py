@@ -9,14 +9,19 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 
+from datastates.attempt_folder import AttemptLock, last_seen
+from datastates.commit import roll_forward
+from datastates.directories import fsync_directory
 from datastates.errors import CorruptCheckpointError, StorageError
-from datastates.flusher.protocol import Abort, Answer, AttemptFailed, Commit, Publish, Settled, shortened
-from datastates.flusher.writer import FileState, IncomingFile, WritePipeline
+from datastates.flusher.causes import answer_of, failure_from, failure_of, text_of
+from datastates.flusher.incoming import ENDED, Attempt, FileState, IncomingFile
+from datastates.flusher.meeting_point import MeetingPoint
+from datastates.flusher.patience import Patience
+from datastates.flusher.protocol import Abort, Answer, Commit, Publish, Settled, shortened
+from datastates.flusher.writer import WritePipeline
 from datastates.manifest import (
     ABORTED_NAME,
     LATEST_NAME,
@@ -24,48 +29,16 @@ from datastates.manifest import (
     UNFINISHED_NAME,
     CommitRecord,
     Failure,
-    Manifest,
-    last_seen,
     read_causes,
-    read_commit,
-    read_manifest,
     write_causes,
-    write_manifest,
 )
-from datastates.recovery import AttemptLock, is_decided, remove_superseded, roll_forward
-from datastates.storage import fsync_directory, make_names_durable, partial_path, storage_errors, write_atomically
+from datastates.recovery import remove_superseded
+from datastates.storage import write_atomically
+from datastates.system_calls import storage_errors
 
 _FIRST_POLL_SECONDS = 0.01
 _LAST_POLL_SECONDS = 1.0
 _TRIES = 6  # at polls, so within a third of a second
-ORPHAN_SECONDS = 60.0
-"""So long a flusher without its trainer waits for other ranks, which may still have to write what is in their cache."""
-
-_LAST_PATIENCE_SECONDS = 1.0  # for one more look at what is there already
-_ENDED = (FileState.DURABLE, FileState.PUBLISHED, FileState.FAILED)
-
-
-@dataclass
-class Attempt:
-    """What the trainer has asked for under one attempt id.
-
-    Attributes:
-        request: None until the trainer has said that there are no further files.
-        directory: of the checkpoint; empty for lone files, and until `request` is a commit.
-        deadline: when to give up on the other ranks; set once this rank's manifest is written. From then on
-            only rank 0 may decide against the checkpoint.
-        manifests: of the ranks that are known to be complete, with the CRC-32 of their bytes.
-        num_failures: of calls that finish the commit, which is decided: they are made again some times.
-    """
-
-    name: str
-    files: list[IncomingFile] = field(default_factory=list)
-    request: Publish | Commit | None = None
-    directory: str = ""
-    lock: AttemptLock | None = None
-    deadline: float | None = None
-    manifests: dict[int, tuple[Manifest, int]] = field(default_factory=dict)
-    num_failures: int = 0
 
 
 class Committer:
@@ -84,9 +57,8 @@ class Committer:
         self._on_idle = on_idle
         self._rank = rank
         self._world_size = world_size
-        self._commit_timeout_seconds = commit_timeout_seconds
-        self._abandoned_at: float | None = None
-        self._given_up: set[int] = set()  # ranks that an abandoned attempt has waited for in vain
+        self._patience = Patience(commit_timeout_seconds)
+        self._meeting_point = MeetingPoint(rank, world_size)
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._attempts: dict[str, Attempt] = {}
         self._settled: set[str] = set()
@@ -170,13 +142,13 @@ class Committer:
             self._abort(self._attempt(message.attempt), message.cause, message.directory)
 
     def _abort(self, attempt: Attempt, cause: str, directory: str) -> None:
-        if self._is_bound(attempt):
+        if self._meeting_point.is_bound(attempt):
             return  # promised, or decided: the outcome comes by itself
         attempt.directory = attempt.directory or directory
         self._fail(attempt, Failure(cause), {self._rank: cause})
 
     def _abandon(self, cause: str, everything: bool) -> None:
-        self._abandoned_at = self._abandoned_at or time.monotonic()
+        self._patience.abandon()
         for attempt in list(self._attempts.values()):
             incomplete = [file for file in attempt.files if not file.is_received]
             if everything and attempt.deadline is not None and self._rank != 0:
@@ -196,7 +168,7 @@ class Committer:
             elif isinstance(attempt.request, Commit):
                 self._advance_commit(attempt, attempt.request)
         except (OSError, CorruptCheckpointError) as error:
-            self._fail_or_retry(attempt, _failure(error, attempt))
+            self._fail_or_retry(attempt, failure_from(error, attempt))
 
     def _advance_files(self, attempt: Attempt) -> None:
         for file in attempt.files:
@@ -204,8 +176,8 @@ class Committer:
                 file.partial.publish()
                 file.state, file.partial = FileState.PUBLISHED, None
         failed = [file for file in attempt.files if file.state is FileState.FAILED]
-        if failed and all(file.state in _ENDED for file in attempt.files):
-            self._fail(attempt, _failure_of(failed[0]))
+        if failed and all(file.state in ENDED for file in attempt.files):
+            self._fail(attempt, failure_of(failed[0]))
         elif all(file.state is FileState.PUBLISHED for file in attempt.files):
             self._settle(attempt, sum(file.nbytes for file in attempt.files), len(attempt.files))
 
@@ -221,81 +193,49 @@ class Committer:
     def _advance_commit(self, attempt: Attempt, request: Commit) -> None:
         failed = [file for file in attempt.files if file.state is FileState.FAILED]
         if failed:
-            self._fail(attempt, _failure_of(failed[0]))
+            self._fail(attempt, failure_of(failed[0]))
             return
         is_first = next(other for other in self._order if isinstance(other.request, Commit)) is attempt
-        is_durable = all(file.state in _ENDED for file in attempt.files)
+        is_durable = all(file.state in ENDED for file in attempt.files)
         if not is_first or not is_durable or any(self._is_behind(attempt, file.path) for file in attempt.files):
             return
-        record = _read_record(attempt.directory)
-        if record is not None and record.attempt == attempt.name:
+        record = self._meeting_point.record(attempt)
+        if record is not None:
             self._announce(attempt, request, record)
             return
         causes = read_causes(attempt.directory, attempt.name, ABORTED_NAME)
         if causes is not None:
-            self._fail(attempt, Failure(_cause_text(causes)), causes)
+            self._fail(attempt, Failure(text_of(causes)), causes)
             return
         causes = None if self._rank == 0 else read_causes(attempt.directory, attempt.name, UNFINISHED_NAME)
         if causes is not None:
-            self._end(attempt, Failure(_cause_text(causes)), causes)
+            self._end(attempt, Failure(text_of(causes)), causes)
             return
         if attempt.deadline is None:
-            self._promise(attempt, request)
+            self._meeting_point.promise(attempt, request.tag)
+            attempt.deadline = self._patience.deadline()
         if self._rank == 0:
             self._decide(attempt, request)
-        elif self._is_out_of_patience(attempt, {0}) or self._is_forsaken:
-            message = f"rank 0 has not committed {attempt.directory} within {self._patience_seconds({0}):g} s"
-            self._given_up.add(0)
+        elif self._patience.has_ended(attempt.deadline, {0}) or self._patience.is_forsaken:
+            message = f"rank 0 has not committed {attempt.directory} within {self._patience.seconds({0}):g} s"
+            self._patience.give_up({0})
             self._end(attempt, Failure(message), {0: message})  # it still may: the files stay
-
-    def _promise(self, attempt: Attempt, request: Commit) -> None:
-        own = read_manifest(attempt.directory, attempt.name, self._rank)
-        if own is None or own[0].failed is not None:
-            self._write_manifest(attempt, request)
-        # else an earlier flusher of this rank wrote it, and rank 0 may have committed with the checksum of those very
-        # bytes: written again, with another time, it would not be the one that was committed
-        attempt.deadline = time.monotonic() + self._commit_timeout_seconds
-
-    def _write_manifest(self, attempt: Attempt, request: Commit) -> None:
-        files = tuple(file.record(os.path.relpath(file.path, attempt.directory)) for file in attempt.files)
-        manifest = Manifest(attempt.name, self._rank, self._world_size, request.tag, files, time.time())
-        partials = [partial_path(file.path, attempt.name) for file in attempt.files]
-        with storage_errors("make durable", attempt.directory):
-            make_names_durable(partials, attempt.directory)
-        write_manifest(attempt.directory, manifest)
-
-    @property
-    def _is_forsaken(self) -> bool:
-        """The trainer is gone for so long that the other ranks' parts, should they come, are left to `recover`."""
-        return self._abandoned_at is not None and time.monotonic() > self._abandoned_at + ORPHAN_SECONDS
-
-    def _is_out_of_patience(self, attempt: Attempt, ranks: set[int]) -> bool:
-        spared_seconds = self._commit_timeout_seconds - self._patience_seconds(ranks)
-        return attempt.deadline is not None and time.monotonic() > attempt.deadline - spared_seconds
-
-    def _patience_seconds(self, ranks: set[int]) -> float:
-        """How long to wait for these ranks. Without trainers, one that missed an attempt will not come to a later one:
-        that is not waited for again, or the flushers of a dead job would outlive it by the time limit of each save."""
-        is_hopeless = self._abandoned_at is not None and not self._given_up.isdisjoint(ranks)
-        limit = self._commit_timeout_seconds
-        return min(_LAST_PATIENCE_SECONDS, limit) if is_hopeless else limit
 
     def _decide(self, attempt: Attempt, request: Commit) -> None:
         """Rank 0: commit when all ranks are there, give up when one has failed or the time is over."""
-        causes = self._collect(attempt)
+        causes = self._meeting_point.collect(attempt)
         missing = {rank for rank in range(self._world_size) if rank not in attempt.manifests}
-        if not causes and missing and self._is_out_of_patience(attempt, missing):
-            limit = f"not durable within {self._patience_seconds(missing):g} s"
+        if not causes and missing and self._patience.has_ended(attempt.deadline, missing):
+            limit = f"not durable within {self._patience.seconds(missing):g} s"
             causes = {rank: limit + last_seen(attempt.directory, attempt.name, rank) for rank in sorted(missing)}
-            self._given_up |= missing
-        elif not causes and missing and self._is_forsaken:
+            self._patience.give_up(missing)
+        elif not causes and missing and self._patience.is_forsaken:
             message = f"the trainer is gone, and the parts of ranks {sorted(missing)} have not come"
-            self._end(
-                attempt, Failure(message), dict.fromkeys(sorted(missing), message)
-            )  # the files stay for `recover`
+            causes_of_missing = dict.fromkeys(sorted(missing), message)
+            self._end(attempt, Failure(message), causes_of_missing)  # the files stay for `recover`
             return
         if causes:
-            self._fail(attempt, Failure(_cause_text(causes)), causes)
+            self._fail(attempt, Failure(text_of(causes)), causes)
         elif not missing:
             self._commit(attempt, request)
 
@@ -304,7 +244,7 @@ class Committer:
         try:
             record = roll_forward(attempt.directory, manifests, request.tag)
         except OSError as error:
-            self._fail_or_retry(attempt, _failure(error, attempt))
+            self._fail_or_retry(attempt, failure_from(error, attempt))
             return
         self._announce(attempt, request, record)
 
@@ -318,7 +258,7 @@ class Committer:
                 if request.update_latest:
                     write_atomically(pointer, request.tag.encode("utf-8", "surrogateescape"))
             except StorageError as error:
-                self._fail_or_retry(attempt, _failure(error, attempt))
+                self._fail_or_retry(attempt, failure_from(error, attempt))
                 return
         if self._rank == 0:
             try:
@@ -332,11 +272,11 @@ class Committer:
 
         What is left so can be rolled forward later: by its job's next start, or by rank 0 if this is another rank.
         """
-        if not self._is_bound(attempt):
+        if not self._meeting_point.is_bound(attempt):
             self._fail(attempt, failure)
             return
         attempt.num_failures += 1
-        attempt.deadline = attempt.deadline or time.monotonic() + self._commit_timeout_seconds  # so that it polls
+        attempt.deadline = attempt.deadline or self._patience.deadline()  # so that it polls
         if attempt.num_failures < _TRIES:
             return
         text = shortened(failure.message)
@@ -347,37 +287,6 @@ class Committer:
                 text += f"; the other ranks could not be told: {error}"
         self._end(attempt, Failure(text, failure.errno, failure.path), {})
 
-    def _is_bound(self, attempt: Attempt) -> bool:
-        """Whether this rank's files must stay: promised to rank 0, or part of a commit that rank 0 has decided."""
-        if not isinstance(attempt.request, Commit):
-            return False
-        try:
-            if self._rank == 0:
-                return is_decided(attempt.directory, attempt.name)
-            own = read_manifest(attempt.directory, attempt.name, self._rank)
-        except StorageError:
-            return True  # it may be
-        except CorruptCheckpointError:
-            return False
-        return own is not None and own[0].failed is None
-
-    def _collect(self, attempt: Attempt) -> dict[int, str]:
-        """Read the manifests that have come; returns the cause by rank of those that failed."""
-        causes = {}
-        for rank in range(self._world_size):
-            if rank in attempt.manifests:
-                continue
-            found = read_manifest(attempt.directory, attempt.name, rank)
-            if found is None:
-                continue
-            if found[0].failed is not None:
-                causes[rank] = found[0].failed.message
-            elif found[0].world_size != self._world_size:
-                causes[rank] = f"its world size is {found[0].world_size}, that of rank 0 is {self._world_size}"
-            else:
-                attempt.manifests[rank] = found
-        return causes
-
     def _fail(self, attempt: Attempt, failure: Failure, causes: dict[int, str] | None = None) -> None:
         """Give an attempt up: remove its files and tell the other ranks."""
         text = shortened(failure.message)
@@ -385,22 +294,10 @@ class Committer:
             self._pipe().fail(file, StorageError(text, failure.errno, failure.path or file.path))
         if attempt.directory:
             try:
-                self._tell_others(attempt, failure, causes or {self._rank: text})
+                self._meeting_point.decline(attempt, failure, causes or {self._rank: text})
             except (StorageError, CorruptCheckpointError) as error:
                 text += f"; the other ranks could not be told: {error}"
         self._end(attempt, Failure(text, failure.errno, failure.path), causes or {})
-
-    def _tell_others(self, attempt: Attempt, failure: Failure, causes: dict[int, str]) -> None:
-        attempt.lock = attempt.lock or AttemptLock(attempt.directory, attempt.name)
-        own = read_manifest(attempt.directory, attempt.name, self._rank)
-        is_promised = own is not None and own[0].failed is None
-        if is_promised and (self._rank != 0 or is_decided(attempt.directory, attempt.name)):
-            return  # an earlier flusher of this rank promised its part, or even committed
-        if not is_promised:
-            manifest = Manifest(attempt.name, self._rank, self._world_size, "", (), time.time(), failure)
-            write_manifest(attempt.directory, manifest)
-        if self._rank == 0:
-            write_causes(attempt.directory, attempt.name, ABORTED_NAME, causes)
 
     def _settle(self, attempt: Attempt, nbytes: int, num_files: int) -> None:
         self._forget(attempt)
@@ -412,9 +309,7 @@ class Committer:
     def _end(self, attempt: Attempt, failure: Failure, causes: dict[int, str]) -> None:
         self._forget(attempt)
         self.num_lost += 1
-        ranks = {str(rank): shortened(cause) for rank, cause in list(causes.items())[:_MAX_CAUSES]}
-        answer = AttemptFailed(attempt.name, shortened(failure.message), failure.errno, failure.path, ranks)
-        if not self._send(answer):  # nobody else is left who could say so
+        if not self._send(answer_of(attempt, failure, causes)):  # nobody else is left who could say so
             self._warn(f"{attempt.name} is lost: {failure.message}")
 
     def _warn(self, message: str) -> None:
@@ -438,32 +333,5 @@ class Committer:
         return self._pipeline
 
 
-_MAX_CAUSES = 16  # a message must stay below its limit; the rest is in the record of the abort
-
-
 def _look_again() -> None:
     """Nothing new but time, or the end of a file."""
-
-
-def _failure(error: OSError | CorruptCheckpointError, attempt: Attempt) -> Failure:
-    path = error.filename if isinstance(error, OSError) and not isinstance(error, StorageError) else error.path
-    code = error.errno if isinstance(error, OSError) else None
-    return Failure(str(error), code, str(path or attempt.directory))
-
-
-def _read_record(directory: str) -> CommitRecord | None:
-    """The commit record; a damaged one counts as none, since the next commit replaces it."""
-    try:
-        return read_commit(directory)
-    except CorruptCheckpointError:
-        return None
-
-
-def _failure_of(file: IncomingFile) -> Failure:
-    error = file.error
-    return Failure("failed") if error is None else Failure(str(error), error.errno, error.path)
-
-
-def _cause_text(causes: dict[int, str]) -> str:
-    first = ", ".join(f"rank {rank}: {cause}" for rank, cause in list(causes.items())[:_MAX_CAUSES])
-    return f"not committed because of {first}"

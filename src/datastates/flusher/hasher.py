@@ -6,9 +6,8 @@ import struct
 from collections.abc import Sequence
 
 from datastates.checksum import crc32, crc32_combine
-from datastates.plan import Seal
+from datastates.plan import SEAL_NBYTES, Seal
 
-_SEAL_NBYTES = 4
 _Range = tuple[int, int]
 
 
@@ -72,10 +71,10 @@ class ImageHasher:
             seal = self._seals[index]
             value = struct.pack("<I", self._finished[seal.begin, seal.end])
             first = max(seal.offset, piece_begin)
-            last = min(seal.offset + _SEAL_NBYTES, piece_begin + piece.nbytes)
+            last = min(seal.offset + SEAL_NBYTES, piece_begin + piece.nbytes)
             piece[first - piece_begin : last - piece_begin] = value[first - seal.offset : last - seal.offset]
             index += 1
-            if last == seal.offset + _SEAL_NBYTES:
+            if last == seal.offset + SEAL_NBYTES:
                 self._next_seal = index
 
     def _next_cut(self, end: int) -> int:

@@ -31,7 +31,6 @@ class Settings:
     cache_nbytes: int
     rank: int
     world_size: int
-    run_id: str
     num_writers: int
     commit_timeout_seconds: float
     grace_seconds: float

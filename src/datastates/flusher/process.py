@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 
 from datastates.errors import ProtocolError
 from datastates.flusher.committer import Committer
+from datastates.flusher.incoming import FileState, IncomingFile
 from datastates.flusher.launch import Settings
 from datastates.flusher.protocol import (
     MAX_MESSAGE_BYTES,
@@ -40,7 +41,7 @@ from datastates.flusher.protocol import (
     decode,
     encode,
 )
-from datastates.flusher.writer import FileState, IncomingFile, WritePipeline
+from datastates.flusher.writer import WritePipeline
 
 EXIT_DONE = 0
 EXIT_LOST = 1

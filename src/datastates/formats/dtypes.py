@@ -1,4 +1,4 @@
-"""Names of dtypes: those of safetensors files, and torch's own.
+"""Names of dtypes in safetensors files.
 
 Source: ``Dtype`` in ``safetensors/src/tensor.rs`` and ``_TYPES`` in ``safetensors/torch.py``, version 0.8.
 """
@@ -38,20 +38,3 @@ SAFETENSORS_DTYPES: dict[str, tuple[int, torch.dtype | None]] = {
     "F6_E2M3": (6, None),
     "F6_E3M2": (6, None),
 }
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """``torch.float32`` as ``"float32"``."""
-    return str(dtype).removeprefix("torch.")
-
-
-def dtype_named(name: str) -> torch.dtype:
-    """The inverse of `dtype_name`.
-
-    Raises:
-        ValueError: this torch has no dtype of that name.
-    """
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"torch {torch.__version__} has no dtype named {name!r}")
-    return dtype

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from datastates.formats.dtypes import dtype_name, dtype_named
-from datastates.formats.pickling import REBUILDS_FROM_STORAGE, STORAGES, reduce_tensor
+from datastates.formats.pickling import REBUILDS_FROM_STORAGE, STORAGES, bytes_of, reduce_tensor, untyped
 from datastates.formats.tensor_table import TensorTable
+from datastates.formats.torch_names import dtype_named, torch_name
 from datastates.state import alias, has_own_storage, join
 
 _PROTOCOL = 4
@@ -92,14 +92,12 @@ class ForeignPickler(pickle.Pickler):
 
     def _storage(self, value: Any) -> tuple[str, int, str]:
         is_typed = isinstance(value, torch.storage.TypedStorage)
-        storage: torch.UntypedStorage = value._untyped_storage if is_typed else value
-        tensor = torch.empty(0, dtype=torch.uint8, device=storage.device)
-        tensor.set_(storage, 0, (storage.nbytes(),), (1,))
+        tensor = bytes_of(untyped(value))
         self._kept.append(tensor)
         return (
             "storage",
             self._table.add(tensor, self._fqn if self._is_tensor else None, self._fqn),
-            dtype_name(value.dtype) if is_typed else "",
+            torch_name(value.dtype) if is_typed else "",
         )
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from datastates.plan import Seal, Segment
+from datastates.plan import SEAL_NBYTES, Seal, Segment
 from datastates.state import Capture, alias, version_of
 
 Literal = bytes | bytearray | memoryview
@@ -98,7 +98,7 @@ class ImageBuilder:
     def seal(self, begin: int, end: int) -> None:
         """Append four bytes that the flusher will fill with the CRC-32 of ``[begin, end)``."""
         self._seals.append(Seal(self.nbytes, begin, end))
-        self.literal(b"\0\0\0\0")
+        self.literal(bytes(SEAL_NBYTES))
 
     def segments(self) -> tuple[Segment, ...]:
         self._end_literals()

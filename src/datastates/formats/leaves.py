@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from datastates.formats.torch_names import dtype_named, torch_name, torch_named
+
 Node = Any
 
 #: Factories of ``defaultdict`` that are data rather than code, by name.
@@ -31,23 +33,6 @@ def to_base64(data: bytes | bytearray) -> str:
 
 def from_base64(text: str) -> bytes:
     return base64.b64decode(text, validate=True)
-
-
-def torch_name(value: object) -> str:
-    """``torch.sparse_coo`` as ``"sparse_coo"``."""
-    return str(value).removeprefix("torch.")
-
-
-def torch_named(kind: type) -> Callable[[str], Any]:
-    """A function from a name to the object of that name in torch, which must be of the given kind."""
-
-    def named(name: str) -> Any:
-        value = getattr(torch, name, None)
-        if not isinstance(value, kind):
-            raise ValueError(f"torch {torch.__version__} has no {kind.__name__} named {name!r}")
-        return value
-
-    return named
 
 
 def string_node(value: str) -> Node:
@@ -156,7 +141,7 @@ LEAF_DECODERS: dict[str, Callable[[Any], Any]] = {
     "range": lambda parts: range(*map(_integer_of, parts)),
     "ellipsis": lambda _value: ...,
     "size": torch.Size,
-    "dtype": torch_named(torch.dtype),
+    "dtype": dtype_named,
     "layout": torch_named(torch.layout),
     "memory_format": torch_named(torch.memory_format),
     "device": torch.device,

@@ -46,6 +46,17 @@ def class_name(value: object) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
+def untyped(storage: torch.storage.TypedStorage | torch.UntypedStorage) -> torch.UntypedStorage:
+    """What is below a storage object of torch, of either kind."""
+    return storage._untyped_storage if isinstance(storage, torch.storage.TypedStorage) else storage
+
+
+def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    """All bytes of a storage, as a tensor over the same memory."""
+    tensor = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    return tensor.set_(storage, 0, (storage.nbytes(),), (1,))
+
+
 def reduce_tensor(tensor: torch.Tensor) -> Reduced:
     """torch's own way to take a tensor apart.
 

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from datastates.errors import CorruptCheckpointError, ForeignObjectError
-from datastates.formats.dtypes import SAFETENSORS_DTYPES, dtype_named
+from datastates.formats.dtypes import SAFETENSORS_DTYPES
 from datastates.formats.safetensors import METADATA_KEY, TREE_VERSION
 from datastates.formats.safetensors_header import LENGTH_BYTES, Entry, Header, header_length, parse_header
+from datastates.formats.torch_names import dtype_named
 from datastates.formats.tree_load import TreeDecoder
 
 RestoreLocation = Callable[[torch.UntypedStorage, str], torch.UntypedStorage]

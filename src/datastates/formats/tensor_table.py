@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from datastates.errors import StateError
-from datastates.formats.dtypes import SAFETENSORS_NAMES, dtype_name
+from datastates.formats.dtypes import SAFETENSORS_NAMES
 from datastates.formats.image import Block, capture_block, lazy_block
+from datastates.formats.torch_names import torch_name
 from datastates.state import Capture, IsEager, join
 
 #: Names that mean something in our files; a tensor of the user never gets one.
@@ -64,7 +65,7 @@ class TensorTable:
         stored = self._store(tensor, fqn, owner)
         record: dict[str, Any] = {
             "name": stored.name,
-            "dtype": dtype_name(tensor.dtype),
+            "dtype": torch_name(tensor.dtype),
             "shape": list(tensor.shape),
             "device": self._location(tensor),
         }

@@ -22,8 +22,10 @@ from datastates.formats.pickling import (
     REBUILDS_FROM_STORAGE,
     STORAGES,
     Reduced,
+    bytes_of,
     reduce_tensor,
     unpicklable,
+    untyped,
 )
 from datastates.state import alias, has_own_storage, is_plain, named_tensors
 
@@ -187,11 +189,11 @@ class _StatePickler(pickle.Pickler):
     def _raw_storage(self, value: Any, fqn: str | None = None) -> _StorageRef:
         """A reference to all bytes of a storage object, ``TypedStorage`` or ``UntypedStorage``."""
         typed = isinstance(value, torch.storage.TypedStorage)
-        storage: torch.UntypedStorage = value._untyped_storage if typed else value
+        storage = untyped(value)
         if storage.device.type == "meta":
             raise StateError("a storage on the meta device has no data to save", fqn or "")
         dtype = value.dtype if typed else torch.uint8
-        extent = self._extent(View(_raw_tensor(storage), fqn, storage._cdata, 0, storage.nbytes(), True, dtype))
+        extent = self._extent(View(bytes_of(storage), fqn, storage._cdata, 0, storage.nbytes(), True, dtype))
         if not typed:
             return self._reference(extent, torch.UntypedStorage, 1, storage.device)
         if extent.dtype is not dtype and extent.nbytes:
@@ -215,11 +217,6 @@ class _StatePickler(pickle.Pickler):
         if location is None:
             location = self._locations[device] = torch.serialization.location_tag(storage)
         return location
-
-
-def _raw_tensor(storage: torch.UntypedStorage) -> torch.Tensor:
-    tensor = torch.empty(0, dtype=torch.uint8, device=storage.device)
-    return tensor.set_(storage, 0, (storage.nbytes(),), (1,))
 
 
 def _parts(value: object) -> Iterator[torch.Tensor]:

@@ -19,17 +19,10 @@ import torch
 
 from datastates.errors import StateError
 from datastates.formats.foreign import ForeignPickler
-from datastates.formats.leaves import (
-    FACTORIES,
-    LEAF_ENCODERS,
-    encode_instant,
-    has_plain_zone,
-    string_node,
-    to_base64,
-    torch_name,
-)
+from datastates.formats.leaves import FACTORIES, LEAF_ENCODERS, encode_instant, has_plain_zone, string_node, to_base64
 from datastates.formats.pickling import PICKLE_FAILURES, class_name, reduce_tensor, unpicklable
 from datastates.formats.tensor_table import TensorTable
+from datastates.formats.torch_names import torch_name
 from datastates.state import has_own_storage, join
 
 try:

@@ -10,8 +10,9 @@ import torch
 
 from datastates.errors import ForeignObjectError
 from datastates.formats.foreign import ForeignUnpickler
-from datastates.formats.leaves import FACTORIES, LEAF_DECODERS, from_base64, string_of, torch_named
+from datastates.formats.leaves import FACTORIES, LEAF_DECODERS, from_base64, string_of
 from datastates.formats.pickling import PICKLE_FAILURES
+from datastates.formats.torch_names import torch_named
 
 try:
     import numpy

@@ -1,0 +1,74 @@
+"""Who may still use a saver, and for whom its end has to wait."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from datastates.errors import ClosedError
+from datastates.life_cycle import LifeCycle
+
+_ORDER = list(LifeCycle)
+
+
+class Entrance:
+    """Lets threads in while the saver is open, in the process that made it. Thread safe."""
+
+    def __init__(self) -> None:
+        self._owner = os.getpid()
+        # protects _life and _num_inside; reentrant, since a signal handler may save, too
+        self._condition = threading.Condition(threading.RLock())
+        self._life = LifeCycle.OPEN
+        self._num_inside = 0
+        self._closed = threading.Event()
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this process made the saver; a forked child did not."""
+        return os.getpid() == self._owner
+
+    @property
+    def is_open(self) -> bool:
+        return self._life is LifeCycle.OPEN and self.is_ours
+
+    def check(self) -> None:
+        """Raise ClosedError unless the saver is open, and this process's."""
+        if not self.is_ours:
+            raise ClosedError(
+                f"this saver belongs to process {self._owner}; a forked child ({os.getpid()}) cannot save through it"
+            )
+        if self._life is not LifeCycle.OPEN:
+            raise ClosedError(f"the saver is {self._life.value}: nothing more can be saved through it")
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Closing waits for the body to end. Raises what `check` does."""
+        with self._condition:
+            self.check()
+            self._num_inside += 1
+        try:
+            yield
+        finally:
+            with self._condition:
+                self._num_inside -= 1
+                self._condition.notify_all()
+
+    def begin_closing(self, timeout: float | None) -> bool:
+        """Let nobody in any more. Returns False if somebody else closes, after waiting for that."""
+        with self._condition:
+            is_first, self._life = self._life is LifeCycle.OPEN, max(self._life, LifeCycle.CLOSING, key=_ORDER.index)
+        if not is_first:
+            self._closed.wait(timeout)
+        return is_first
+
+    def wait_empty(self, timeout: float | None) -> None:
+        """Block until nobody is inside, or the time is over."""
+        with self._condition:
+            self._condition.wait_for(lambda: self._num_inside == 0, timeout)
+
+    def end_closing(self) -> None:
+        """All is closed."""
+        self._life = LifeCycle.CLOSED
+        self._closed.set()

@@ -1,0 +1,94 @@
+"""The moving parts of a saver, made together and taken down together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import ExitStack
+
+import torch
+
+from datastates.config import CheckpointConfig
+from datastates.events import EventLog
+from datastates.fence import Fence
+from datastates.flusher.client import FlusherClient, FlushFile
+from datastates.host_cache import HostCache
+from datastates.pinner import Pinner
+from datastates.stager import Stager
+from datastates.staging_job import StagingJob
+
+Jobs = list[StagingJob[FlushFile]]
+
+
+class Machinery:
+    """Owns the host cache, the flusher process, the stager, the fence and the event log of one rank."""
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        events: EventLog,
+        *,
+        rank: int,
+        world_size: int,
+        on_reserved: Callable[[Future[None]], None],
+        on_lost: Callable[[StagingJob[FlushFile], BaseException], None],
+        verify: Callable[[Jobs], None] | None,
+    ) -> None:
+        """Make the host cache and start the flusher process; see `Saver` for what blocks and what is raised.
+
+        Args:
+            config: the settings.
+            events: receives event records; closed with the rest, also where making the rest fails.
+            rank: this process's rank.
+            world_size: number of ranks that take part in every checkpoint.
+            on_reserved: called once the memory of the cache is reserved, or cannot be.
+            on_lost: called with a file that cannot be staged, and why.
+            verify: called when the fence closes, None if the sources are not to be read again.
+        """
+        self.events = events
+        self._config = config
+        self._pinner: Pinner | None = None
+        with ExitStack() as undo:
+            undo.callback(events.close)
+            self.cache = HostCache(config.host_cache_bytes, config.slab_nbytes)
+            undo.callback(self.cache.close)
+            self.client = FlusherClient(
+                self.cache.descriptor,
+                self.cache.nbytes,
+                rank=rank,
+                world_size=world_size,
+                on_slab_free=self.cache.release,
+                events=events,
+                num_writers=config.num_writers,
+                commit_timeout_seconds=config.commit_timeout_seconds,
+                grace_seconds=config.grace_seconds,
+            )
+            undo.callback(self.client.close, config.close_timeout_seconds)
+            self.stager: Stager[FlushFile] = Stager(self.cache, self.client, events, lambda file: file.error, on_lost)
+            undo.callback(self.stager.close, config.close_timeout_seconds)
+            self.fence = Fence(self.stager.copier, events, verify)
+            undo.callback(self.fence.remove)
+            self._prepare_cache(on_reserved)
+            undo.pop_all()
+
+    def free(self, timeout: float | None) -> None:
+        """Let go of memory and descriptors. A stager that is stuck is woken: what it has not staged is lost."""
+        self.fence.remove()
+        pinner, self._pinner = self._pinner, None
+        try:
+            if pinner is not None and not self.stager.is_alive:
+                pinner.close(timeout)
+        finally:
+            self.cache.close()
+            self.events.close()
+
+    def _prepare_cache(self, on_reserved: Callable[[Future[None]], None]) -> None:
+        reserved = self.client.prefault()
+        reserved.add_done_callback(on_reserved)
+        is_patient = not self._config.fast_cache_init
+        if is_patient:
+            reserved.result(self._config.close_timeout_seconds)
+        if self._config.pin_host_cache and torch.cuda.is_available():
+            self._pinner = Pinner(self.cache.memory, reserved)
+            if is_patient:
+                self._pinner.wait(self._config.close_timeout_seconds)
