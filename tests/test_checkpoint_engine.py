@@ -235,6 +235,7 @@ def test_saving_a_tag_again_replaces_it(engine, tmp_path):
             engine.save({"w": torch.full((100_000,), value)}, str(tmp_path / "best" / "both.pt"))
         engine.wait(persist=True)
     assert float(engine.load(str(tmp_path / "best" / "both.pt"))["w"][0]) == 2.0
+    assert sorted(os.listdir(tmp_path / "best")) == [".datastates", "both.pt", "only2.pt"]
     assert verify(str(tmp_path / "best")) == []
 
 

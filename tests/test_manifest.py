@@ -49,8 +49,8 @@ def make_checkpoint(directory: Path, world_size: int = 2) -> None:
         manifest = Manifest("a-1", rank, world_size, "tag", records, 1.5)
         write_manifest(str(directory), manifest)
         crcs.append(zlib.crc32(manifest.to_bytes()))
-    nbytes = world_size * sum(map(len, FILES.values()))
-    record = CommitRecord("a-1", "tag", world_size, nbytes, world_size * len(FILES), 2.5, tuple(crcs))
+    sizes = {f"{name}{rank}": len(data) for rank in range(world_size) for name, data in FILES.items()}
+    record = CommitRecord("a-1", "tag", world_size, 2.5, tuple(crcs), sizes)
     (directory / ".datastates" / "commit.json").write_bytes(record.to_bytes())
 
 

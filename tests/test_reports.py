@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from datastates import manifest, recovery
+from datastates import integrity, manifest, recovery
 from datastates.checkpoint_engine import CheckpointEngine
 from datastates.errors import CheckpointNotFoundError
 
@@ -72,7 +72,7 @@ def test_relative_paths_mean_where_the_process_was(tmp_path, monkeypatch):
     assert (tmp_path / "run" / "latest").read_text() == "step1"
     shutil.move(tmp_path / "run", tmp_path / "moved")
     assert manifest.read_latest(str(tmp_path / "moved")) == "step1"
-    assert manifest.verify(str(tmp_path / "moved" / "step1")) == []
+    assert integrity.verify(str(tmp_path / "moved" / "step1")) == []
 
 
 @pytest.mark.parametrize("copy", ["cp -r", "cp -a", "tar"])
@@ -90,10 +90,10 @@ def test_a_copy_is_as_complete_as_the_original(tmp_path, copy):
         else:
             subprocess.run([*copy.split(), str(source), str(target)], check=True)
         assert recovery.clean_leftovers(str(target)) == []
-        assert manifest.verify(str(target / "step1")) == []
+        assert integrity.verify(str(target / "step1")) == []
         assert float(engine.load(str(target / "step1" / "a.pt"))["w"].sum()) == 1 << 18
         (target / "step1" / "b.pt").unlink()
-        problems = manifest.check(str(target / "step1"))
+        problems = integrity.check(str(target / "step1"))
         assert [Path(problem.path).name for problem in problems] == ["b.pt"]
         assert recovery.clean_leftovers(str(target)) == []  # what is incomplete is not ours to delete
         assert (target / "step1" / "a.pt").exists()

@@ -217,16 +217,17 @@ def check_committed(path: str) -> None:
     directory = _checkpoint_of(path)
     if directory is None:
         return
-    if not _is_committed(directory):
+    record = _committed(directory)
+    if record is None:
         raise CheckpointNotFoundError(
             f"{directory} holds a checkpoint that was never completed; load another one (its folder may be deleted)"
         )
-    record = manifest.committed_files(directory).get(os.path.relpath(path, directory))
-    if record is None or not os.path.exists(path):
+    expected = record.file_nbytes.get(os.path.relpath(path, directory))
+    if expected is None or not os.path.exists(path):
         return
     found = os.path.getsize(path)
-    if found != record.nbytes:
-        raise CorruptCheckpointError(f"{path}: {found} bytes found, {record.nbytes} expected by its manifest", path)
+    if found != expected:
+        raise CorruptCheckpointError(f"{path}: {found} bytes found, {expected} expected by its manifest", path)
 
 
 def _checkpoint_of(path: str) -> str | None:
@@ -239,15 +240,15 @@ def _checkpoint_of(path: str) -> str | None:
     return None
 
 
-def _is_committed(directory: str) -> bool:
-    """Whether a checkpoint is complete, after completing an interrupted commit; waits while another process does so."""
+def _committed(directory: str) -> manifest.CommitRecord | None:
+    """The commit record, after completing an interrupted commit; waits while another process does so."""
     deadline = time.monotonic() + RECOVERY_SECONDS
-    while manifest.read_commit(directory) is None:
+    while (record := manifest.read_commit(directory)) is None:
         found = recovery.recover(directory)
         if found is not recovery.Recovery.OWNED or time.monotonic() > deadline:
-            return manifest.read_commit(directory) is not None
+            return manifest.read_commit(directory)
         time.sleep(0.05)
-    return True
+    return record
 
 
 def _section(deepspeed_config: object) -> Any:

@@ -12,14 +12,16 @@ from collections.abc import Sequence
 
 from datastates.attempt_folder import attempts
 from datastates.directories import fsync_directory, make_names_durable
-from datastates.errors import StorageError
+from datastates.errors import CorruptCheckpointError, StorageError
 from datastates.manifest import (
     COMMIT_NAME,
     METADATA_NAME,
+    RANK_NAME,
     CommitRecord,
     Manifest,
     attempt_directory,
     commit_path,
+    read_manifest,
 )
 from datastates.partial_names import partial_path
 from datastates.storage import size_of, write_atomically
@@ -30,7 +32,8 @@ def roll_forward(directory: str, manifests: Sequence[tuple[Manifest, int]], tag:
     """Give the files of a complete attempt their final names and commit them; may be repeated after a crash.
 
     An older checkpoint in the directory stops being one when the first file is renamed, so its record is
-    withdrawn before. The new record is written (and its space taken) before that.
+    withdrawn before. The new record is written (and its space taken) before that. Files of the older one that the new
+    one does not have are removed: a tool that looks for files by pattern must not find those of two saves.
 
     Args:
         directory: the checkpoint directory.
@@ -55,6 +58,11 @@ def roll_forward(directory: str, manifests: Sequence[tuple[Manifest, int]], tag:
             path = os.path.join(directory, file.name)
             _rename(partial_path(path, attempt), path, file.nbytes)
             folders.add(os.path.dirname(path))
+        for name in _replaced_files(directory, attempt) - record.file_nbytes.keys():
+            path = os.path.join(directory, name)
+            with contextlib.suppress(FileNotFoundError):
+                patiently(os.unlink, path)
+                folders.add(os.path.dirname(path))
         for name in sorted(folders):
             fsync_directory(name)
         patiently(os.replace, staged, commit_path(directory))
@@ -62,15 +70,30 @@ def roll_forward(directory: str, manifests: Sequence[tuple[Manifest, int]], tag:
     return record
 
 
+def _replaced_files(directory: str, attempt: str) -> set[str]:
+    """Names of the files of all other attempts in the directory, as far as their manifests are there and whole."""
+    names: set[str] = set()
+    for other in attempts(directory):
+        if other == attempt:
+            continue
+        for entry in patiently(os.listdir, attempt_directory(directory, other)):
+            rank = RANK_NAME.fullmatch(entry)
+            if rank is None:
+                continue
+            with contextlib.suppress(CorruptCheckpointError):  # a damaged record names nothing
+                found = read_manifest(directory, other, int(rank[1]))
+                names |= {file.name for file in found[0].files} if found is not None else set()
+    return names
+
+
 def _record_of(manifests: Sequence[tuple[Manifest, int]], tag: str) -> CommitRecord:
     return CommitRecord(
         manifests[0][0].attempt,
         tag,
         len(manifests),
-        sum(manifest.nbytes for manifest, _ in manifests),
-        sum(len(manifest.files) for manifest, _ in manifests),
         time.time(),
         tuple(value for _, value in manifests),
+        {file.name: file.nbytes for manifest, _ in manifests for file in manifest.files},
     )
 
 

@@ -41,7 +41,7 @@ def check(directory: str) -> list[Problem]:
     except CorruptCheckpointError as error:
         return [Problem(error.path, str(error))]
     problems = list(_check_sizes(directory, files))
-    if len(files) != record.num_files or sum(file.nbytes for file in files) != record.nbytes:
+    if {file.name: file.nbytes for file in files} != record.file_nbytes:
         problems.append(Problem(commit_path(directory), "number or size of the files differ from the manifests'"))
     return problems
 

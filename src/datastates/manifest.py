@@ -24,12 +24,14 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from datastates.checksum import crc32
 from datastates.errors import CorruptCheckpointError
+from datastates.partial_names import is_attempt
 from datastates.storage import write_atomically
 from datastates.system_calls import patiently, storage_errors
 
@@ -37,6 +39,7 @@ METADATA_NAME = ".datastates"
 COMMIT_NAME = "commit.json"
 ABORTED_NAME = "aborted.json"
 UNFINISHED_NAME = "unfinished.json"
+RANK_NAME = re.compile(r"rank-(\d+)\.json")
 LOCK_NAME = "lock"
 LATEST_NAME = "latest"
 FORMAT = "datastates-manifest"
@@ -122,22 +125,36 @@ class CommitRecord:
     """All ranks' parts are there.
 
     Attributes:
-        nbytes: bytes of all files of all ranks.
         committed_at: Unix time.
         manifest_crc32: CRC-32 of each rank's manifest, by rank.
+        file_nbytes: size of every file of every rank by name, so that whoever loads a file need not read all manifests.
     """
 
     attempt: str
     tag: str
     world_size: int
-    nbytes: int
-    num_files: int
     committed_at: float
     manifest_crc32: tuple[int, ...]
+    file_nbytes: Mapping[str, int]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.file_nbytes.values())
+
+    @property
+    def num_files(self) -> int:
+        return len(self.file_nbytes)
 
     def to_bytes(self) -> bytes:
-        crcs = [f"{value:08x}" for value in self.manifest_crc32]
-        return _to_json({"format": FORMAT, "version": VERSION, **asdict(self), "manifest_crc32": crcs})
+        fields = {
+            "attempt": self.attempt,
+            "tag": self.tag,
+            "world_size": self.world_size,
+            "committed_at": self.committed_at,
+            "manifest_crc32": [f"{value:08x}" for value in self.manifest_crc32],
+            "file_nbytes": dict(self.file_nbytes),
+        }
+        return _to_json({"format": FORMAT, "version": VERSION, **fields})
 
     @classmethod
     def from_bytes(cls, data: bytes, path: str) -> CommitRecord:
@@ -148,14 +165,13 @@ class CommitRecord:
                 str(fields["attempt"]),
                 str(fields["tag"]),
                 int(fields["world_size"]),
-                int(fields["nbytes"]),
-                int(fields["num_files"]),
                 float(fields["committed_at"]),
                 tuple(int(value, 16) for value in fields["manifest_crc32"]),
+                {str(name): int(nbytes) for name, nbytes in fields["file_nbytes"].items()},
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise CorruptCheckpointError(f"{path}: not a commit record: {error!r}", path) from error
-        if record.world_size != len(record.manifest_crc32) or os.sep in record.attempt:
+        if record.world_size != len(record.manifest_crc32) or not is_attempt(record.attempt):
             raise CorruptCheckpointError(f"{path}: {record.world_size} ranks do not fit its manifests", path)
         return record
 
