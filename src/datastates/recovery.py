@@ -85,6 +85,7 @@ def recover(directory: str) -> Recovery:
 def clean_leftovers(save_directory: str) -> list[str]:
     """Recover every checkpoint directory directly below `save_directory`; final files are never touched.
 
+    Directories in which nothing but our own records would be left are removed: to a person they look like checkpoints.
     A directory whose job died before it had asked for a commit holds partial files and no record: those files are
     removed, too, unless their owner lives; so is what would have become ``latest``.
 
@@ -110,7 +111,16 @@ def clean_leftovers(save_directory: str) -> list[str]:
                 is_changed = _remove_partials(directory, None)
         if is_changed:
             changed.append(directory)
+            _remove_empty(directory)
     return changed
+
+
+def _remove_empty(directory: str) -> None:
+    """Remove a directory that holds nothing, or an empty folder for records; leaves any other alone."""
+    with contextlib.suppress(OSError):  # not empty, or in use: it stays
+        os.rmdir(os.path.join(directory, METADATA_NAME))
+    with contextlib.suppress(OSError):
+        os.rmdir(directory)
 
 
 _Candidate = tuple[bool, float, list[tuple[Manifest, int]]]
