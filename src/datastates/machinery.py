@@ -17,6 +17,9 @@ from datastates.pinner import Pinner
 from datastates.stager import Stager
 from datastates.staging_job import StagingJob
 
+WOKEN_SECONDS = 5.0
+"""So long a stager that has been woken may take to end: for the copy of a slab and a few messages."""
+
 Jobs = list[StagingJob[FlushFile]]
 
 
@@ -80,7 +83,11 @@ class Machinery:
                 pinner.close(timeout)
         finally:
             self.cache.close()
-            self.events.close()
+            try:
+                # a thread that is woken while the interpreter ends would take the process down with it
+                self.stager.close(WOKEN_SECONDS)
+            finally:
+                self.events.close()
 
     def _prepare_cache(self, on_reserved: Callable[[Future[None]], None]) -> None:
         reserved = self.client.prefault()

@@ -7,6 +7,7 @@ a *checkpoint* (files of several ranks that become visible together) and a *lone
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import threading
@@ -26,7 +27,7 @@ from datastates.commit_log import CommitLog
 from datastates.config import CheckpointConfig
 from datastates.deadline import Deadline
 from datastates.entrance import Entrance
-from datastates.errors import CommitError, DataStatesError, SaveSkippedError
+from datastates.errors import ClosedError, CommitError, DataStatesError, SaveSkippedError
 from datastates.events import EventLog, Listener, now
 from datastates.flusher.client import CommitResult, FlushFile
 from datastates.flusher.work import running_future
@@ -364,7 +365,8 @@ class Saver:
             self._give_up(attempt)
 
     def _give_up(self, attempt: Attempt) -> None:
-        self._client.abort(attempt.name, str(attempt.error), attempt.directory or "")
+        with contextlib.suppress(ClosedError):  # the flusher is ending, and gives up by itself what is incomplete
+            self._client.abort(attempt.name, str(attempt.error), attempt.directory or "")
 
     def _request(self, attempt: Attempt, ask: Callable[[], Future[CommitResult]]) -> None:
         """Ask the flusher to make an attempt visible: now, or once the fence has shown that nothing was torn."""

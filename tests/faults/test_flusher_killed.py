@@ -90,6 +90,26 @@ def test_a_durable_file_waits_for_its_commit(tmp_path: Path) -> None:
     assert (tmp_path / "s1" / "f").read_bytes() == IMAGE
 
 
+def test_answers_that_it_gave_before_are_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it leaves requests unread, the kernel tells of a reset before it hands out the answers."""
+    with Rig() as rig:
+        with monkeypatch.context() as patch:
+            patch.setattr(rig.client._supervisor, "_receive", lambda: True)  # the answers stay where they are
+            outcomes = []
+            for name in ("first", "second"):
+                rig.save(tmp_path / name, b"lone", name)
+                outcomes.append(rig.client.publish(name))
+                eventually((tmp_path / name).exists, "it is published")
+            os.kill(rig.client.pid, signal.SIGSTOP)
+            rig.save(tmp_path / "third", b"lone", "third")
+            outcomes.append(rig.client.publish("third"))
+            (tmp_path / "first").unlink()  # whoever asks again for what was done finds it gone
+            os.kill(rig.client.pid, signal.SIGKILL)
+        for outcome in outcomes:
+            outcome.result(TIMEOUT)
+    assert not (tmp_path / "first").exists()
+
+
 def test_an_idle_death_starts_nothing_until_the_next_save(tmp_path: Path) -> None:
     with Rig() as rig:
         rig.checkpoint(tmp_path / "s1", {"f": b"1"}, "run-1")

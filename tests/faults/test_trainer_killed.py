@@ -115,3 +115,37 @@ def test_saving_again_after_that(tmp_path: Path, children: list[int]) -> None:
         rig.checkpoint(tmp_path / "s2", {"f": IMAGE}, "again-2")
     assert verify(str(tmp_path / "s2")) == []
     assert sorted(os.listdir(tmp_path / "s2" / ".datastates")) == ["again-2", "commit.json"]
+
+
+UNREAD = """
+import os, select, signal, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from flusher.rig import Rig, SLAB, eventually, image_of
+directory, image = Path(sys.argv[2]), image_of(6 * SLAB + 9)
+rig = Rig(num_slabs=8)
+rig.client._supervisor._receive = lambda: True  # the answers stay where they are
+file = rig.save(directory / "s2" / "f", image, "run-2")
+answers = rig.client._supervisor._socket
+eventually(lambda: select.select([answers], [], [], 0)[0], "a slab is written")
+os.kill(rig.client.pid, signal.SIGSTOP)
+rig.commit(directory / "s2", "run-2", tag="s2")
+os.write(1, str(rig.client.pid).encode())
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_with_answers_unread_and_requests_unread(tmp_path: Path, children: list[int]) -> None:
+    """The kernel then tells the flusher of a reset before it hands out what the trainer had sent."""
+    tests = str(Path(__file__).resolve().parent.parent)
+    output = tmp_path / "pid"
+    with output.open("wb") as file:
+        command = [sys.executable, "-c", UNREAD, tests, str(tmp_path)]
+        assert subprocess.run(command, stdout=file, timeout=60).returncode == -signal.SIGKILL
+    children.append(int(output.read_text()))
+    os.kill(children[0], signal.SIGCONT)
+    eventually(lambda: has_ended(children[0]), "the flusher has ended")
+    children.clear()
+    assert read_commit(str(tmp_path / "s2")) is not None
+    assert verify(str(tmp_path / "s2")) == []
+    assert (tmp_path / "s2" / "f").read_bytes() == IMAGE

@@ -79,6 +79,7 @@ class Lineage:
             processes.kill([*trainers, *processes.flushers(job.mark)])
             news.close()
         if outcome.violations:
+            self._promised = aftermath.Promised()  # what is said once is not said again of every later start
             with open(job.file("log"), encoding="utf-8", errors="replace") as log:
                 outcome.violations.append(f"{job.file('log')} ends:\n{log.read()[-_LOG_BYTES:]}")
         else:

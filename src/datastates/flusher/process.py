@@ -177,7 +177,7 @@ class FlusherProcess:
             except BlockingIOError:
                 return False
             except ConnectionResetError:
-                return True
+                continue  # said once, before what is left in the queue: it died without having read all answers
             if not packet:
                 return True
             if len(packet) > MAX_MESSAGE_BYTES:

@@ -180,7 +180,7 @@ class Supervisor:
             except BlockingIOError:
                 return True
             except ConnectionResetError:
-                return False
+                continue  # said once, before what is left in the queue: it died without having read all requests
             if not packet:
                 return False
             try:
