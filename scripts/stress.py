@@ -91,7 +91,7 @@ def run_soak(folder: Path, num_saves: int) -> Report:
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=500, metavar="N", help="0: none")
-    parser.add_argument("--saves", type=int, default=5000, metavar="N", help="of the soak; at least 60, 0: none")
+    parser.add_argument("--saves", type=int, default=3000, metavar="N", help="of the soak; at least 60, 0: none")
     parser.add_argument("--power-losses", type=int, default=100, metavar="N", help="per cut point of a save; 0: none")
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), metavar="WAY", help=f"of {', '.join(WAYS)}")
     parser.add_argument("--seed", type=int, default=0)
