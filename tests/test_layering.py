@@ -18,6 +18,7 @@ LEVELS = {
     # 0: vocabulary
     "errors": 0,
     "life_cycle": 0,
+    "recent_names": 0,
     "events": 0,
     "config": 0,
     "checksum": 0,
@@ -70,6 +71,7 @@ LIGHT = (
     "datastates",
     "errors",
     "life_cycle",
+    "recent_names",
     "events",
     "config",
     "checksum",

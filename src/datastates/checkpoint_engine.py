@@ -170,13 +170,13 @@ class CheckpointEngine:
         """
         if getattr(self._open, "attempt", None) is not None:
             raise ValueError(f"{directory}: a checkpoint is open already, they cannot be nested")
-        if not self._is_forgiving:
-            self._saver.raise_failure()
         skip, dropped = self._agree_on_busy()
         self._saver.drop(dropped, f"{directory} was saved")
         attempt = self._saver.begin(directory, tag, update_latest=update_latest, skip=skip)
         self._open.attempt = attempt
         try:
+            if not self._is_forgiving:
+                self._saver.raise_failure()  # here, so that the other ranks learn that this one does not take part
             yield attempt
             self._open.attempt = None
             self._saver.commit(attempt)

@@ -32,6 +32,7 @@ from datastates.manifest import (
     read_causes,
     write_causes,
 )
+from datastates.recent_names import RecentNames
 from datastates.recovery import remove_superseded
 from datastates.storage import write_atomically
 from datastates.system_calls import storage_errors
@@ -61,7 +62,7 @@ class Committer:
         self._meeting_point = MeetingPoint(rank, world_size)
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._attempts: dict[str, Attempt] = {}
-        self._settled: set[str] = set()
+        self._settled = RecentNames()
         self._order: list[Attempt] = []
         self._pipeline: WritePipeline | None = None
         self.num_lost = 0

@@ -21,6 +21,7 @@ from datastates.flusher.protocol import (
     Written,
 )
 from datastates.flusher.work import Attempt, FlushFile
+from datastates.recent_names import RecentNames
 
 PREFAULT_BYTES = 64 << 20
 """Per call, so that a large cache does not keep a lock of the kernel for seconds."""
@@ -35,7 +36,7 @@ class Ledger:
 
     def __init__(self, rank: int, on_slab_free: Callable[[int], None], events: EventLog) -> None:
         self.attempts: dict[str, Attempt] = {}
-        self.settled: set[str] = set()
+        self.settled = RecentNames()
         self.prefaults: list[Future[None]] = []
         self.has_progress = False
         self._rank = rank
