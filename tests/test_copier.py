@@ -58,3 +58,15 @@ def test_a_non_contiguous_tensor_is_gathered_in_bounded_blocks(monkeypatch):
     blocks = list(device_blocks(tensor, 0, 4000))
     assert max(block.numel() for block in blocks) <= 64
     assert torch.equal(torch.cat(blocks).view(torch.float32), tensor.reshape(-1))
+
+
+def test_a_memory_lock_limit_that_is_too_small_is_a_warning_with_advice(monkeypatch, caplog):
+    class Runtime:
+        def cudaHostRegister(self, pointer: int, nbytes: int, flags: int) -> int:
+            assert (nbytes, flags) == (4096, 0)
+            return 2  # cudaErrorMemoryAllocation
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    assert copier.pin(torch.zeros(4096, dtype=torch.uint8)) is False
+    assert "ulimit -l" in caplog.text

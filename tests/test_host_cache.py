@@ -9,6 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from datastates import host_cache
 from datastates.errors import ClosedError, HostCacheError, WaitTimeoutError
 from datastates.host_cache import HostCache, available_memory_bytes
 
@@ -150,3 +151,17 @@ class HostCacheMachine(RuleBasedStateMachine):
 
 TestHostCacheMachine = HostCacheMachine.TestCase
 TestHostCacheMachine.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
+
+
+def test_a_cgroup_with_less_memory_than_the_machine_is_the_limit(tmp_path, monkeypatch):
+    """The kernel would kill the process there, without an error that anybody could read."""
+    (tmp_path / "memory.max").write_text(str(300 << 20))
+    (tmp_path / "memory.current").write_text(str(250 << 20))
+    (tmp_path / "memory.stat").write_text(f"anon 1\nactive_file {20 << 20}\ninactive_file {30 << 20}\n")
+    monkeypatch.setattr(host_cache, "_cgroup_directories", lambda: [str(tmp_path), str(tmp_path / "parent")])
+    assert available_memory_bytes() == 100 << 20
+    with pytest.raises(HostCacheError, match=r"only 0\.10 GiB"):
+        HostCache(64 << 20, 1 << 20)
+    HostCache(32 << 20, 1 << 20).close()
+    (tmp_path / "memory.max").write_text("max\n")
+    assert available_memory_bytes() > 300 << 20
