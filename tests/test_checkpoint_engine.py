@@ -275,8 +275,12 @@ def test_load_does_not_pass_an_older_file_for_one_whose_save_failed(engine, tmp_
     os.kill(engine.saver.flusher_pid, signal.SIGCONT)
     with pytest.raises(DataStatesError, match="w"):
         engine.load(str(path))
+    engine.saver.settle(30)
+    with pytest.raises(DataStatesError, match="w"):
+        engine.load(str(path))  # long settled, and still nobody has been told otherwise
     with pytest.raises(DataStatesError, match="w"):
         engine.wait(persist=True)
+    assert engine.load(str(path)) == {"w": 1}
 
 
 def test_what_changed_too_early_once_is_copied_at_once_from_then_on(engine, tmp_path):

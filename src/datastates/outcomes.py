@@ -34,6 +34,7 @@ class Outcomes:
         self._lock = threading.Lock()  # protects the fields below
         self._unsettled: list[Attempt] = []
         self._failures: list[BaseException] = []
+        self._untold: dict[str, BaseException] = {}  # by path, as long as `raise_failure` has not told
         self._torn_fqns: frozenset[str] = frozenset()
 
     @property
@@ -50,6 +51,16 @@ class Outcomes:
     def pending(self, path: str) -> list[Attempt]:
         """The attempts in flight that a file belongs to, oldest first."""
         return [a for a in self.unsettled if path == a.path or path.startswith(a.path + os.sep)]
+
+    def loss_of(self, path: str) -> BaseException | None:
+        """Why the youngest save that a file belongs to was lost, None if it was not, or somebody was told.
+
+        Always None where failures are forgiven: there the log has told.
+        """
+        if self._forgiving:
+            return None
+        with self._lock:
+            return next((e for lost, e in self._untold.items() if path == lost or path.startswith(lost + os.sep)), None)
 
     def add(self, attempt: Attempt) -> None:
         """An attempt has been made; `settle` ends it."""
@@ -80,8 +91,13 @@ class Outcomes:
             self.fail(f"datastates: a save is lost, nothing earlier is harmed: {where}{error}", error)
         with self._lock:  # not before: whoever finds nothing in flight must find its failure
             self._unsettled.remove(attempt)
+            if error is None:
+                self._untold.pop(attempt.path, None)
+            elif not isinstance(error, SaveSkippedError):
+                self._untold[attempt.path] = error
             if error is None and self._forgiving and attempt.directory is not None:
                 self._failures.clear()
+                self._untold.clear()
         if error is None:
             attempt.committed.set_result(done.result())
         else:
@@ -99,6 +115,7 @@ class Outcomes:
         """Raise the first failure that has not been raised yet, and forget the others (they are in the log)."""
         with self._lock:
             failures, self._failures = self._failures, []
+            self._untold.clear()
         if failures:
             raise failures[0]
 

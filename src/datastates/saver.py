@@ -265,14 +265,13 @@ class Saver:
         """Block until no save to this file, or to its checkpoint, is in flight.
 
         Raises:
-            DataStatesError: the youngest of those saves is lost: what is there is older.
+            DataStatesError: the youngest of those saves is lost, and nobody has been told: what is there is older. Not
+                raised by a forgiving saver.
             WaitTimeoutError: not settled within ``timeout`` seconds.
         """
-        pending = self._outcomes.pending(resolved(path))
-        if not pending:
-            return
-        self.settle(timeout)
-        error = pending[-1].committed.exception()
+        if self._outcomes.pending(resolved(path)):
+            self.settle(timeout)
+        error = self._outcomes.loss_of(resolved(path))
         if error is not None:
             raise error
 
