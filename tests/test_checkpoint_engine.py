@@ -304,6 +304,15 @@ def test_a_state_that_cannot_be_saved_takes_nothing_of_the_budget(engine, tmp_pa
     assert "(0 of" in repr(engine.saver._budget)
 
 
+def test_a_path_twice_in_one_checkpoint_takes_nothing_of_the_budget(engine, tmp_path):
+    state = {"a": torch.ones(1000)}
+    with pytest.raises(ValueError, match="before"), engine.checkpoint(str(tmp_path / "x"), "x"):
+        engine.save(state, str(tmp_path / "x" / "a.pt"))
+        engine.save(state, str(tmp_path / "x" / "a.pt"))
+    engine.saver.wait_staged(30)
+    assert "(0 of" in repr(engine.saver._budget)
+
+
 def test_checkpoints_cannot_be_nested_and_are_per_thread(engine, tmp_path):
     with engine.checkpoint(str(tmp_path / "a"), "a"):
         with pytest.raises(ValueError, match="nested"), engine.checkpoint(str(tmp_path / "b"), "b"):

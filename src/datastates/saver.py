@@ -182,13 +182,15 @@ class Saver:
         captures = Captures(self._budget)
         try:
             plan = self._plan(state, path, captures, is_eager)
+            eager_nbytes, nbytes = captures.nbytes, plan.nbytes
+            captures.hold(sum(segment.nbytes for segment in plan.segments if segment.is_literal) - eager_nbytes)
+            job = self._make_job(plan, path, attempt)
         except BaseException:
             captures.release()
             raise
-        eager_nbytes, nbytes = captures.nbytes, plan.nbytes
-        captures.hold(sum(segment.nbytes for segment in plan.segments if segment.is_literal) - eager_nbytes)
         attempt.nbytes += nbytes
-        handle = self._submit(plan, path, attempt, captures)
+        self._submit(job, attempt, captures)
+        handle = SaveHandle(path, nbytes, job.staged, attempt.committed)
         end = now()
         attempt.blocked_seconds += end - begin
         if is_lone:
@@ -269,9 +271,10 @@ class Saver:
                 raised by a forgiving saver.
             WaitTimeoutError: not settled within ``timeout`` seconds.
         """
-        if self._outcomes.pending(resolved(path)):
+        path = resolved(path)
+        if self._outcomes.pending(path):
             self.settle(timeout)
-        error = self._outcomes.loss_of(resolved(path))
+        error = self._outcomes.loss_of(path)
         if error is not None:
             raise error
 
@@ -333,13 +336,16 @@ class Saver:
             self.drop(self.waiting, f"{path} was saved")
         return attempt
 
-    def _submit(self, plan: FilePlan, path: str, attempt: Attempt, captures: Captures) -> SaveHandle:
-        file = self._client.open_file(path, plan.nbytes, self._cache.slab_bytes, plan.seals, attempt.name)
+    def _make_job(self, plan: FilePlan, path: str, attempt: Attempt) -> StagingJob[FlushFile]:
         check = SourceCheck(plan) if self._config.verify_staging else None
-        job: StagingJob[FlushFile] = StagingJob(plan, file, path, check)
+        file = self._client.open_file(path, plan.nbytes, self._cache.slab_bytes, plan.seals, attempt.name)
+        return StagingJob(plan, file, path, check)
+
+    def _submit(self, job: StagingJob[FlushFile], attempt: Attempt, captures: Captures) -> None:
+        """Hand the job to the stager; from here on the job gives back what was captured."""
         job.staged.add_done_callback(lambda _: captures.release())
         self._attempt_by_job[job] = attempt
-        entry = (path, job.staged)
+        entry = (job.path, job.staged)
         with self._lock:
             self._staging.append(entry)
         job.staged.add_done_callback(lambda _: self._forget_staging(entry))
@@ -351,7 +357,6 @@ class Saver:
             job.finish(error)
             raise
         job.wait_eager(self._stager.copier)
-        return SaveHandle(path, plan.nbytes, job.staged, attempt.committed)
 
     def _forget_staging(self, entry: tuple[str, Future[None]]) -> None:
         with self._lock:
