@@ -22,7 +22,8 @@ from datastates.manifest import (
 from datastates.partial_names import is_attempt
 from datastates.system_calls import patiently, storage_errors
 
-_MAX_DEPTH = 3  # folders up from a file to its checkpoint's
+MAX_DEPTH = 3
+"""So many folders up from a file its checkpoint's folder is looked for."""
 
 
 class AttemptLock:
@@ -88,7 +89,7 @@ def is_promised(directory: str, attempt: str) -> bool:
         directory: the checkpoint's folder, or one inside of it.
         attempt: not of a living process.
     """
-    for _ in range(_MAX_DEPTH):
+    for _ in range(MAX_DEPTH):
         folder = attempt_directory(directory, attempt)
         if os.path.isdir(folder):
             names = os.listdir(folder)

@@ -20,16 +20,13 @@ from torch import distributed
 
 from datastates import manifest, reader, recovery
 from datastates.attempt import Attempt
-from datastates.attempt_folder import has_attempts
+from datastates.attempt_folder import MAX_DEPTH, has_attempts
 from datastates.config import SECTION, CheckpointConfig
 from datastates.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError
 from datastates.fence import Fence
 from datastates.paths import resolved
 from datastates.saver import Saver
 from datastates.state import IsEager
-
-MAX_DEPTH = 3
-"""So many folders up from a file its checkpoint's folder is looked for."""
 
 MAX_RANKS = 10**7
 """More ranks than any machine has; a larger number is a mistake."""
@@ -196,9 +193,10 @@ class CheckpointEngine:
 
 def _gather(value: Any) -> list[Any]:
     """The value of every rank. With ``torch.distributed`` initialised a collective on the calling thread."""
-    if not (distributed.is_available() and distributed.is_initialized()) or distributed.get_world_size() == 1:
+    num_ranks = _num_ranks()
+    if num_ranks == 1:
         return [value]
-    values: list[Any] = [None] * distributed.get_world_size()
+    values: list[Any] = [None] * num_ranks
     distributed.all_gather_object(values, value)
     return values
 
@@ -260,7 +258,7 @@ def _section(deepspeed_config: object) -> Any:
 
 
 def _check_rank(rank: int | None) -> int:
-    if not (distributed.is_available() and distributed.is_initialized()):
+    if not _is_distributed():
         if rank is not None and not (isinstance(rank, int) and 0 <= rank < MAX_RANKS):
             raise ConfigError(f"rank is {rank!r}, expected a number from 0")
         return rank or 0
@@ -272,9 +270,15 @@ def _check_rank(rank: int | None) -> int:
 
 def _agree_on_run() -> tuple[int, str]:
     """World size and an id that all ranks share and no other run has."""
-    run_id = uuid.uuid4().hex[:12]
-    if not (distributed.is_available() and distributed.is_initialized()) or distributed.get_world_size() == 1:
-        return 1, run_id
-    shared = [run_id]
-    distributed.broadcast_object_list(shared, src=0)
-    return distributed.get_world_size(), shared[0]
+    shared, num_ranks = [uuid.uuid4().hex[:12]], _num_ranks()
+    if num_ranks > 1:
+        distributed.broadcast_object_list(shared, src=0)
+    return num_ranks, shared[0]
+
+
+def _is_distributed() -> bool:
+    return distributed.is_available() and distributed.is_initialized()
+
+
+def _num_ranks() -> int:
+    return int(distributed.get_world_size()) if _is_distributed() else 1
