@@ -61,11 +61,16 @@ class Captures:
 
         A device tensor is cloned on its device, in the order of the current stream: the host does not wait.
         """
-        nbytes = tensor.numel() * tensor.element_size()
-        if not self._budget.take(nbytes):
+        if not self.take(tensor.numel() * tensor.element_size()):
             return None
-        self.nbytes += nbytes
         return capture_host(tensor) if tensor.device.type == "cpu" else tensor.detach().clone()
+
+    def take(self, nbytes: int) -> bool:
+        """Count copies that the caller makes in, where there is room for them."""
+        if not self._budget.take(nbytes):
+            return False
+        self.nbytes += nbytes
+        return True
 
     def hold(self, nbytes: int) -> None:
         """Count literal bytes of the same save (pickled objects, arrays) in; blocks while others fill the budget."""

@@ -17,7 +17,7 @@ import torch
 BLOCK_ELEMENTS = 32768
 
 #: Up to this size one interpreter call that copies into a new ``bytes`` is the cheapest way, GIL and all.
-_STRING_BYTES = 64 * 1024
+STRING_BYTES = 64 * 1024
 
 
 def is_flat(tensor: torch.Tensor) -> bool:
@@ -60,7 +60,7 @@ def copy_to_bytes(tensor: torch.Tensor) -> bytes | bytearray:
     nbytes = tensor.numel() * tensor.itemsize
     if nbytes == 0:
         return b""
-    if nbytes <= _STRING_BYTES and is_flat(tensor):
+    if nbytes <= STRING_BYTES and is_flat(tensor):
         return ctypes.string_at(tensor.data_ptr(), nbytes)
     copy = bytearray(nbytes)
     copy_range(tensor, 0, ctypes.addressof(ctypes.c_char.from_buffer(copy)), nbytes)

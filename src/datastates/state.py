@@ -7,14 +7,19 @@ the next optimizer step, so their bytes are taken inside ``save()``) or *lazy* (
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from datastates.copying import copy_to_bytes
+from datastates.fqns import join
 
 __all__ = [
+    "CONTAINERS",
+    "DEVICES_WITHOUT_STORAGE",
     "Capture",
+    "EagerRule",
     "IsEager",
     "alias",
     "capture_host",
@@ -32,7 +37,11 @@ IsEager = Callable[[str, torch.Tensor], bool]
 
 #: Devices whose tensors show no storage; torch itself pickles a CPU copy of them.
 #: Source: ``torch.Tensor._reduce_ex_internal``.
-_DEVICES_WITHOUT_STORAGE = frozenset({"xla", "maia", "mtia"})
+DEVICES_WITHOUT_STORAGE = frozenset({"xla", "maia", "mtia"})
+
+
+CONTAINERS = (dict, list, tuple, set, frozenset)
+"""What tensors are looked for in, their subclasses included."""
 
 
 class Capture(Protocol):
@@ -53,13 +62,27 @@ def capture_host(tensor: torch.Tensor) -> memoryview:
     return memoryview(copy_to_bytes(tensor))
 
 
-def default_is_eager(threshold_bytes: int) -> IsEager:
+@dataclass(frozen=True)
+class EagerRule:
+    """Eager are 0-dim tensors (step counters), those of few bytes, and those of which ``is_volatile`` says so.
+
+    Attributes:
+        threshold_bytes: tensors of at most so many bytes are eager.
+        is_volatile: asked about larger ones; None: no others.
+    """
+
+    threshold_bytes: int
+    is_volatile: IsEager | None = None
+
+    def __call__(self, fqn: str, tensor: torch.Tensor) -> bool:
+        if tensor.numel() * tensor.itemsize <= self.threshold_bytes or tensor.dim() == 0:
+            return True
+        return self.is_volatile is not None and self.is_volatile(fqn, tensor)
+
+
+def default_is_eager(threshold_bytes: int) -> EagerRule:
     """Eager are 0-dim tensors (step counters) and those of at most ``threshold_bytes``."""
-
-    def is_eager(_fqn: str, tensor: torch.Tensor) -> bool:
-        return tensor.numel() * tensor.itemsize <= threshold_bytes or tensor.dim() == 0
-
-    return is_eager
+    return EagerRule(threshold_bytes)
 
 
 def has_own_storage(tensor: torch.Tensor) -> bool:
@@ -69,7 +92,7 @@ def has_own_storage(tensor: torch.Tensor) -> bool:
         and tensor.layout is torch.strided
         and not tensor.is_quantized
         and not tensor.is_nested
-        and tensor.device.type not in _DEVICES_WITHOUT_STORAGE
+        and tensor.device.type not in DEVICES_WITHOUT_STORAGE
         and torch._C._has_storage(tensor)
     )
 
@@ -88,12 +111,6 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
 def version_of(tensor: torch.Tensor) -> int:
     """``tensor._version``, or -1 for inference tensors, which have none."""
     return -1 if tensor.is_inference() else tensor._version
-
-
-def join(prefix: str, key: object) -> str:
-    """Dotted name of the child ``key`` of the container named ``prefix``."""
-    name = key if isinstance(key, str) else repr(key) if isinstance(key, (bytes, tuple)) else str(key)
-    return f"{prefix}.{name}" if prefix else name
 
 
 def children(container: object) -> Iterator[tuple[object, object]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -60,6 +61,18 @@ def lazy_block(tensor: torch.Tensor, fqn: str) -> Block:
     """A block whose bytes are copied later, from a detached alias of the tensor."""
     nbytes = tensor.numel() * tensor.itemsize
     return Block(nbytes, alias(tensor), fqn, version_of(tensor)) if nbytes else Block(0, b"", fqn)
+
+
+class Image(Protocol):
+    """Something that bytes, blocks and seals can be appended to; ``nbytes`` is its length so far."""
+
+    nbytes: int
+
+    def literal(self, data: Literal) -> None: ...
+
+    def block(self, block: Block) -> None: ...
+
+    def seal(self, begin: int, end: int) -> None: ...
 
 
 class ImageBuilder:

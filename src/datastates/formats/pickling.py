@@ -36,6 +36,11 @@ REBUILDS_FROM_STORAGE = (
     torch._utils._rebuild_qtensor,
 )
 
+#: The class that stands in a pickle for a storage of a dtype; dtypes that came later have none.
+LEGACY_STORAGES: dict[torch.dtype, type] = {
+    dtype: getattr(torch, name) for dtype, name in torch.storage._dtype_to_storage_type_map().items()
+}
+
 STORAGES = (torch.storage.TypedStorage, torch.storage.UntypedStorage)
 
 Reduced = tuple[Any, ...]

@@ -17,6 +17,7 @@ import torch
 from datastates.errors import StateError
 from datastates.formats.extents import Extent, Extents, View, view_of
 from datastates.formats.pickling import (
+    LEGACY_STORAGES,
     PICKLE_FAILURES,
     PROTOCOL,
     REBUILDS_FROM_STORAGE,
@@ -29,9 +30,6 @@ from datastates.formats.pickling import (
 )
 from datastates.state import alias, has_own_storage, is_plain, named_tensors
 
-_LEGACY_STORAGES: dict[torch.dtype, type] = {
-    dtype: getattr(torch, name) for dtype, name in torch.storage._dtype_to_storage_type_map().items()
-}
 _COMMON = frozenset({str, int, tuple, bool, type(None), float, dict, list, OrderedDict})
 _PersistentId = tuple[str, type, str, str, int]
 
@@ -145,7 +143,7 @@ class _StatePickler(pickle.Pickler):
             stride = tensor.stride()
             is_resolved = not tensor.is_conj() and not tensor.is_neg()
             metadata = {} if is_resolved else torch._utils.get_tensor_metadata(tensor)  # type: ignore[no-untyped-call]
-        legacy = _LEGACY_STORAGES.get(tensor.dtype)
+        legacy = LEGACY_STORAGES.get(tensor.dtype)
         rest: tuple[Any, ...] = (offset, tuple(tensor.shape), tuple(stride), tensor.requires_grad, OrderedDict())
         if legacy is not None and (extent.dtype is tensor.dtype or extent.nbytes == 0):
             rebuild: Callable[..., Any] = torch._utils._rebuild_tensor_v2

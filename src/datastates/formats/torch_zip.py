@@ -6,27 +6,20 @@ see `formats.extents`. Source: ``torch.serialization._save`` of torch 2.13.
 
 from __future__ import annotations
 
-import hashlib
-import sys
-
 from datastates.formats.extents import Extent
 from datastates.formats.image import Block, ImageBuilder, capture_block, lazy_block
+from datastates.formats.torch_layout import (
+    NAME,
+    add_closing_records,
+    add_first_records,
+    add_opening_records,
+    alignment_of,
+    storage_name,
+)
 from datastates.formats.torch_pickle import pickle_state
 from datastates.formats.zip_image import ZipImage
 from datastates.plan import FilePlan
 from datastates.state import Capture, IsEager
-
-NAME = "torch"
-
-_ALIGNMENT = 64  # what torch.load assumes at least for mapped tensors
-_PAGE_ALIGNMENT = 4096
-_LARGE_BYTES = 1 << 20
-
-#: "1" would promise that storages lie in the order of their keys at one alignment, from which torch.load
-#: computes offsets without reading headers. Ours lie eager before lazy, so torch.load must look them up.
-#: Source: the comment on ``.format_version`` in ``torch.serialization._save``.
-_FORMAT_VERSION = b"0"
-_ARCHIVE_VERSION = b"3\n"
 
 
 def plan(state: object, capture: Capture, is_eager: IsEager) -> FilePlan:
@@ -42,21 +35,13 @@ def plan(state: object, capture: Capture, is_eager: IsEager) -> FilePlan:
     blocks.sort(key=lambda item: _rank(item[1]))
     image = ImageBuilder()
     archive = ZipImage(image)
-    _add(archive, "data.pkl", pickled)
-    _add(archive, ".format_version", _FORMAT_VERSION)
-    _add(archive, ".storage_alignment", str(_ALIGNMENT).encode())
-    _add(archive, "byteorder", sys.byteorder.encode())
+    add_first_records(archive, pickled)
+    add_opening_records(archive)
     for key, block in blocks:
-        alignment = _PAGE_ALIGNMENT if block.nbytes >= _LARGE_BYTES else _ALIGNMENT
-        archive.add(f"archive/data/{key}", block, alignment)
-    _add(archive, "version", _ARCHIVE_VERSION)
-    _add(archive, ".data/serialization_id", _serialization_id(pickled))
+        archive.add(storage_name(key), block, alignment_of(block.nbytes))
+    add_closing_records(archive, pickled)
     archive.finish()
     return FilePlan(NAME, image.nbytes, image.segments(), image.seals(), image.eager_end)
-
-
-def _add(archive: ZipImage, name: str, data: bytes) -> None:
-    archive.add(f"archive/{name}", Block(len(data), data, ""), _ALIGNMENT)
 
 
 def _block(extent: Extent, capture: Capture, is_eager: IsEager) -> Block:
@@ -79,9 +64,3 @@ def _rank(block: Block) -> int:
     if block.is_pending:
         return 0
     return 1 if block.is_literal else 2
-
-
-def _serialization_id(pickled: bytes) -> bytes:
-    """Forty digits that depend on the content, as in torch's files, where they serve usage statistics only."""
-    number = int.from_bytes(hashlib.blake2b(pickled, digest_size=16).digest(), "little")
-    return b"%040d" % number
