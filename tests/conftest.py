@@ -33,6 +33,14 @@ SETTLE_SECONDS = 5.0  # what is closed may take a moment to vanish: a reaped chi
 RUN_MARK = f"DATASTATES_TEST_RUN={uuid.uuid4().hex}"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--compile-operators",
+        action="store_true",
+        help="compile what tests of DeepSpeed's offloading need and is not compiled yet: a quarter of an hour",
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     name, _, value = RUN_MARK.partition("=")
     os.environ[name] = value

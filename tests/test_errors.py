@@ -20,10 +20,12 @@ from datastates.errors import (
     FlusherDiedError,
     ForeignObjectError,
     HostCacheError,
+    MismatchError,
     ProtocolError,
     SaveSkippedError,
     StateError,
     StorageError,
+    TopologyError,
     TornSnapshotError,
     WaitTimeoutError,
 )
@@ -51,6 +53,12 @@ EXAMPLES = [
     (SaveSkippedError("2 saves are in flight"), RuntimeError, {}),
     (ProtocolError("unknown message 77"), ValueError, {}),
     (CommitError("not committed"), RuntimeError, {"ranks": {}}),
+    (TopologyError("/x was saved by 2 ranks"), RuntimeError, {}),
+    (
+        MismatchError("names differ in /x", ("a",), ("b",), {"c": "has shape 2"}),
+        LookupError,
+        {"missing": ("a",), "unexpected": ("b",), "mismatched": {"c": "has shape 2"}},
+    ),
     (WaitTimeoutError("waited 5 s for a slab"), TimeoutError, {}),
     (CheckpointNotFoundError("nothing at /x"), FileNotFoundError, {}),
     (

@@ -10,19 +10,36 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from datastates.catalog import list_checkpoints
     from datastates.checkpoint_engine import CheckpointEngine
     from datastates.config import CheckpointConfig
+    from datastates.contents.listing import list_file
     from datastates.errors import DataStatesError
+    from datastates.integrity import verify
+    from datastates.latest import load_latest
     from datastates.reader import load
 
-__all__ = ["CheckpointConfig", "CheckpointEngine", "DataStatesError", "load"]
+__all__ = [
+    "CheckpointConfig",
+    "CheckpointEngine",
+    "DataStatesError",
+    "list_checkpoints",
+    "list_file",
+    "load",
+    "load_latest",
+    "verify",
+]
 __version__ = "0.1.0"
 
 _HOMES = {
     "CheckpointConfig": "datastates.config",
     "CheckpointEngine": "datastates.checkpoint_engine",
     "DataStatesError": "datastates.errors",
+    "list_checkpoints": "datastates.catalog",
+    "list_file": "datastates.contents.listing",
     "load": "datastates.reader",
+    "load_latest": "datastates.latest",
+    "verify": "datastates.integrity",
 }
 
 

@@ -82,6 +82,16 @@ def has_attempts(directory: str) -> bool:
         return False
 
 
+def checkpoint_of(path: str) -> str | None:
+    """The folder of the checkpoint that a file may belong to."""
+    directory = os.path.dirname(path)
+    for _ in range(MAX_DEPTH):
+        if has_attempts(directory):
+            return directory
+        directory = os.path.dirname(directory)
+    return None
+
+
 def is_promised(directory: str, attempt: str) -> bool:
     """Whether a rank has completed its part of an attempt, which may thus still be committed.
 

@@ -14,6 +14,8 @@
     ├── ProtocolError          (ValueError)      trainer and flusher do not understand each other
     ├── CommitError            (RuntimeError)    a checkpoint was not committed; names ranks and causes
     ├── WaitTimeoutError       (TimeoutError)    a wait ended before what it waited for
+    ├── MismatchError          (LookupError)     names or shapes asked for are not those of the file; lists them
+    ├── TopologyError          (RuntimeError)    a checkpoint does not fit these ranks or this model
     ├── CheckpointNotFoundError (FileNotFoundError)  no (complete) checkpoint where one was asked for
     ├── ForeignObjectError     (UnpicklingError) a leaf is no plain data and was not, or cannot be, loaded
     └── CorruptCheckpointError (ValueError)      a file's structure, size or checksum is wrong
@@ -134,6 +136,35 @@ class CommitError(DataStatesError, RuntimeError):
 
 class WaitTimeoutError(DataStatesError, TimeoutError):
     """A wait ended before what it waited for; the work itself goes on."""
+
+
+class TopologyError(DataStatesError, RuntimeError):
+    """A checkpoint cannot be brought to this number of ranks, or to this model, or into this layout."""
+
+
+class MismatchError(DataStatesError, LookupError):
+    """What a file holds and what it is to be loaded into, or what was asked for, do not fit. Nothing was changed.
+
+    Attributes:
+        missing: fqns of the tensors that were asked for, and are not in the file.
+        unexpected: fqns of the tensors of the file that nobody asked for.
+        mismatched: what is wrong, by fqn, with tensors that are on both sides.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        missing: tuple[str, ...] = (),
+        unexpected: tuple[str, ...] = (),
+        mismatched: Mapping[str, str] | None = None,
+    ) -> None:
+        self.missing = missing
+        self.unexpected = unexpected
+        self.mismatched = dict(mismatched or {})
+        super().__init__(message, missing, unexpected, self.mismatched)
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class CheckpointNotFoundError(DataStatesError, FileNotFoundError):

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
+import threading
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from datastates.checksum import crc32
-from datastates.errors import CorruptCheckpointError, StorageError
+from datastates.attempt_folder import checkpoint_of
+from datastates.contents.parts import Part, names_within, parts_of, shown
+from datastates.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError
 from datastates.manifest import (
     COMMIT_NAME,
     METADATA_NAME,
@@ -17,18 +21,29 @@ from datastates.manifest import (
     committed_manifests,
     read_commit,
 )
-from datastates.storage import read_chunks
-
-_READ_BYTES = 4 << 20  # a few of these per second keep up with any disk, and weigh nothing
+from datastates.paths import resolved
+from datastates.reading import NUM_THREADS, TILE_BYTES, Digests, FileReader, Progress, Tile
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Something wrong with a checkpoint: where and what; `offset` where it is one place of a file."""
+    """Something wrong with a checkpoint.
+
+    Attributes:
+        path: the file, or the folder.
+        message: where and what, with what was expected and found.
+        offset: where in the file, None where it is not one place.
+        fqn: the tensor whose bytes are damaged, the first where they may be several; empty for anything else.
+        expected: the CRC-32 that the bytes should have, None where it is not about that.
+        found: the CRC-32 that they have.
+    """
 
     path: str
     message: str
     offset: int | None = None
+    fqn: str = ""
+    expected: int | None = None
+    found: int | None = None
 
 
 def check(directory: str) -> list[Problem]:
@@ -46,36 +61,128 @@ def check(directory: str) -> list[Problem]:
     return problems
 
 
-def verify(directory: str) -> list[Problem]:
-    """`check`, and every byte compared with its checksum. Reads the whole checkpoint."""
+def verify(directory: str, *, num_threads: int = NUM_THREADS, progress: Progress | None = None) -> list[Problem]:
+    """`check`, and every byte compared with its checksum. Reads the whole checkpoint, several files at a time.
+
+    Args:
+        directory: the checkpoint.
+        num_threads: so many reads are under way at a time, each into a buffer of 4 MiB.
+        progress: hears how many bytes have been read since it was called last; not called by two threads at once.
+    """
     problems = check(directory)
     wrong = {problem.path for problem in problems}
     try:
-        files = committed_files(directory)
+        files = committed_files(directory).values()
     except CorruptCheckpointError:
         return problems
-    for file in files.values():
-        if os.path.join(directory, file.name) not in wrong:
-            problems.extend(verify_file(directory, file))
+    sound = [file for file in files if os.path.join(directory, file.name) not in wrong]
+    if not sound:
+        return problems
+    lock = threading.Lock()
+
+    def report(nbytes: int) -> None:
+        if progress is not None:
+            with lock:
+                progress(nbytes)
+
+    at_once = min(num_threads, len(sound))
+    with ThreadPoolExecutor(at_once, thread_name_prefix="datastates-verify") as executor:
+        futures = [
+            executor.submit(_verify_file, directory, file, num_threads // at_once, report)
+            for file in sorted(sound, key=lambda file: -file.nbytes)
+        ]
+        for future in futures:
+            problems.extend(future.result())
     return problems
 
 
-def verify_file(directory: str, file: FileRecord) -> Iterator[Problem]:
-    """What is wrong with the bytes of one file of a checkpoint. Reads all of it."""
+def verify_file(directory: str, file: FileRecord) -> list[Problem]:
+    """What is wrong with the bytes of one file of a checkpoint: the tensors, or what else, that are damaged.
+
+    Reads all of the file.
+    """
+    return _verify_file(directory, file, 1, None)
+
+
+def record_of(path: str) -> FileRecord | None:
+    """What the checkpoint that a file belongs to says of it; None where it belongs to none that is committed.
+
+    Raises:
+        CorruptCheckpointError: the record of the checkpoint is damaged.
+        StorageError: it cannot be read.
+    """
+    path = resolved(path)
+    directory = checkpoint_of(path)
+    record = None if directory is None else read_commit(directory)
+    if directory is None or record is None:
+        return None
+    name = os.path.relpath(path, directory)
+    if name not in record.file_nbytes:
+        return None
+    for manifest in committed_manifests(directory, record, first=_ranks_in(name)):
+        for file in manifest.files:
+            if file.name == name:
+                return file
+    return None
+
+
+def _ranks_in(name: str) -> tuple[int, ...]:
+    """The numbers in a file's name: the rank that wrote it is likely among them, so that not all manifests are read."""
+    return tuple(int(digits) for digits in re.findall(r"\d{1,9}", name))
+
+
+def _verify_file(directory: str, file: FileRecord, num_threads: int, progress: Progress | None) -> list[Problem]:
     path = os.path.join(directory, file.name)
-    for index, expected in enumerate(file.crc32):
-        begin = index * file.slab_nbytes
-        end = min(begin + file.slab_nbytes, file.nbytes)
-        value = 0
-        try:
-            for chunk in read_chunks(path, begin, end, _READ_BYTES):
-                value = crc32(chunk, value)
-        except StorageError as error:
-            yield Problem(path, str(error), begin)
-            return
-        if value != expected:
-            message = f"bytes {begin} to {end} have CRC-32 {value:08x}, expected {expected:08x}"
-            yield Problem(path, message, begin)
+    digests, tiles = (
+        Digests(),
+        [Tile(begin, min(begin + TILE_BYTES, file.nbytes)) for begin in range(0, file.nbytes, TILE_BYTES)],
+    )
+    cuts = range(0, file.nbytes, file.slab_nbytes)
+    try:
+        with FileReader(path, num_threads=num_threads) as reader:
+            reader.run(tiles, digests, cuts, progress)
+            problems: dict[int | None, Problem] = {}
+            for begin, expected in zip(cuts, file.crc32, strict=True):
+                end = min(begin + file.slab_nbytes, file.nbytes)
+                found = digests.of(begin, end)
+                if found != expected:
+                    for problem in _locate(reader, begin, end, expected, found or 0):
+                        problems.setdefault(problem.offset, problem)
+            return list(problems.values())
+    except (StorageError, CheckpointNotFoundError) as error:
+        return [Problem(path, str(error))]
+    except CorruptCheckpointError as error:
+        return [Problem(path, str(error), error.offset)]
+
+
+def _locate(reader: FileReader, begin: int, end: int, expected: int, found: int) -> list[Problem]:
+    """The parts of a file that make a range of it wrong: exactly, where the file has checksums of its own."""
+    try:
+        parts = [part for part in parts_of(reader) if part.begin < end and part.end > begin]
+    except CorruptCheckpointError:
+        parts = []  # header or directory are what is damaged
+    exact = []
+    for part in parts:
+        if part.crc32 is not None and (actual := _crc32_of(reader, part)) != part.crc32:
+            exact.append(_problem(reader.path, [part.name], part.begin, part.end, part.crc32, actual, part.is_tensor))
+    if exact:
+        return exact
+    unknown = [part for part in parts if part.crc32 is None]
+    names = names_within(unknown, begin, end)
+    is_tensor = any(part.is_tensor and part.name == names[0] for part in unknown)
+    return [_problem(reader.path, names, begin, end, expected, found, is_tensor)]
+
+
+def _crc32_of(reader: FileReader, part: Part) -> int:
+    digests = Digests()
+    begins = range(part.begin, part.end, TILE_BYTES)
+    reader.run([Tile(begin, min(begin + TILE_BYTES, part.end)) for begin in begins], digests)
+    return digests.of(part.begin, part.end) or 0
+
+
+def _problem(path: str, names: list[str], begin: int, end: int, expected: int, found: int, is_tensor: bool) -> Problem:
+    message = f"{shown(names)}: bytes {begin} to {end} have CRC-32 {found:08x}, expected {expected:08x}"
+    return Problem(path, message, begin, names[0] if is_tensor else "", expected, found)
 
 
 def _check_sizes(directory: str, files: Iterable[FileRecord]) -> Iterator[Problem]:

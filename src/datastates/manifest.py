@@ -25,7 +25,7 @@ import errno
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -268,9 +268,15 @@ def committed_files(directory: str) -> dict[str, FileRecord]:
     return {file.name: file for manifest in committed_manifests(directory, record) for file in manifest.files}
 
 
-def committed_manifests(directory: str, record: CommitRecord) -> Iterator[Manifest]:
-    """The manifests of a committed checkpoint, by rank. Raises CorruptCheckpointError as `committed_files` does."""
-    for rank, expected in enumerate(record.manifest_crc32):
+def committed_manifests(directory: str, record: CommitRecord, first: Iterable[int] = ()) -> Iterator[Manifest]:
+    """The manifests of a committed checkpoint, by rank, some of them before the others.
+
+    Raises:
+        CorruptCheckpointError: as `committed_files` does.
+    """
+    before = [rank for rank in dict.fromkeys(first) if rank < record.world_size]
+    for rank in dict.fromkeys([*before, *range(record.world_size)]):
+        expected = record.manifest_crc32[rank]
         path = manifest_path(directory, record.attempt, rank)
         found = read_manifest(directory, record.attempt, rank)
         if found is None:

@@ -4,38 +4,49 @@ from __future__ import annotations
 
 import os
 import pickle
-import struct
-import zipfile
-import zlib
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 
-from datastates.errors import CheckpointNotFoundError, CorruptCheckpointError
-from datastates.formats.safetensors_load import load_safetensors
+from datastates.contents.kinds import SAFETENSORS, ZIP, recognise
+from datastates.contents.parts import STORAGE_PREFIX
+from datastates.contents.zip_directory import ZipDirectory
+from datastates.errors import CorruptCheckpointError, DataStatesError
+from datastates.formats.request import MapLocation, MapLocationError, Request, guarded, is_about_devices
+from datastates.formats.safetensors_load import SafetensorsFile
+from datastates.formats.selectable import ArchiveState, FlatState, LoadedState, Selectable, TreeState
+from datastates.formats.storages import Check
+from datastates.formats.torch_load import TorchArchive, is_plain_archive
+from datastates.integrity import record_of
+from datastates.loading import Filled, load_chosen, load_into
+from datastates.manifest import FileRecord
+from datastates.reading import FileReader
 
-MapLocation: TypeAlias = (
-    str | torch.device | dict[str, str] | Callable[[torch.UntypedStorage, str], torch.UntypedStorage | None] | None
-)
+__all__ = ["Filled", "MapLocation", "format_of", "is_mappable", "load", "verify"]
 
-_ZIP_MAGIC = b"PK\3\4"
-_EOCD = struct.Struct("<4s4H2IH")
-_EOCD_MAGIC = b"PK\5\6"
-_EOCD64_AND_LOCATOR_BYTES = 76
-_LONGEST_COMMENT_BYTES = 65535
-#: The first object of a ``torch.save`` file that is no zip is this number.
-#: Source: ``torch.serialization.MAGIC_NUMBER``.
-_LEGACY_MAGIC = pickle.dumps(torch.serialization.MAGIC_NUMBER, protocol=2)
-_TAR_MAGIC_OFFSET, _TAR_MAGIC = 257, b"ustar"
-_BROKEN_LEGACY = (EOFError, pickle.UnpicklingError, RuntimeError, ValueError)
+_BROKEN = (EOFError, LookupError, MemoryError, pickle.UnpicklingError, RuntimeError, TypeError, ValueError)
+_TRUE = frozenset({"1", "y", "yes", "true"})
 
 
-def load(path: str | os.PathLike[str], map_location: MapLocation = None, *, weights_only: bool = True) -> Any:
-    """Load the state of one file, whatever its name, by what is in it.
+def load(
+    path: str | os.PathLike[str],
+    map_location: MapLocation = None,
+    *,
+    weights_only: bool = True,
+    into: Any = None,
+    keys: str | Iterable[str] | None = None,
+    strict: bool = True,
+    check: bool = True,
+    mmap: bool = False,
+) -> Any:
+    """Load the state of one file, or a part of it, by what is in the file, whatever its name.
 
-    Blocks until all bytes are in new memory. Tensors are writable and own their memory; those that shared it
-    when they were saved share it again (in safetensors: those with equal windows).
+    Blocks until all bytes are in memory. Tensors are writable; those that shared memory when they were saved share it
+    again (in safetensors: those with equal windows). Beside the state it takes 64 MiB at most; where the state goes to
+    another device, also the host memory of one storage at a time if ``map_location`` names that device, of all
+    otherwise. Files that are not read here but by ``torch.load`` take what that takes: torch's older format, compressed
+    archives and TorchScript.
 
     Args:
         path: a file of this package, of ``torch.save`` (zip or older) or of safetensors. A safetensors file of
@@ -44,119 +55,169 @@ def load(path: str | os.PathLike[str], map_location: MapLocation = None, *, weig
             a storage and its saved location.
         weights_only: load plain data only; anything that would run code of the file is an error. False runs it: only
             for files that you trust.
+        into: tensors to be filled in place, in nested containers or in a flat dictionary by fqn: each from the tensor
+            of its name. They stay the objects, dtypes and devices that they are. Gives a `Filled`.
+        keys: names of what to load; nothing else is read. A name is the fqn of a leaf or the beginning of one up to
+            a dot (``"model"`` is all below it, as is ``"model.*"``). The rest is left out of the state; in lists and
+            tuples None stands for it.
+        strict: with ``into``: raise where a target is missing in the file, or a tensor of the file has no target.
+            False: `Filled` names both.
+        check: compare all that is read with the checksums of the file (zip entries, where whoever wrote the file has
+            computed them) and of the checkpoint that it belongs to. With ``into`` the bytes are read twice, so that a
+            damaged file changes nothing.
+        mmap: tensors lie in the mapped file and are read where they are touched, unchecked; what is written to them
+            stays this process's. Not for ``into``, nor for files of torch's older, unzipped format.
 
     Raises:
         CheckpointNotFoundError: there is no such file.
-        CorruptCheckpointError: the file is none of these, or its structure or its size is wrong.
-        pickle.UnpicklingError: with ``weights_only``, the file holds more than plain data
-            (`ForeignObjectError` where it is safetensors).
+        CorruptCheckpointError: the file is none of these, its structure or its size is wrong, or a checksum; names
+            tensor and offset.
+        ForeignObjectError: with ``weights_only``, the file holds more than plain data; names the object. It is a
+            `pickle.UnpicklingError`, which other kinds of such files raise.
+        MismatchError: a name of ``keys`` selects nothing; no name of ``into`` is in the file, names differ and
+            ``strict`` is set, or shapes differ. No target was changed.
+        StateError: a target cannot be filled in place. No target was changed.
+        StorageError: the device or the file system fails; names path and offset.
+    """
+    if into is not None and (map_location is not None or mmap):
+        raise ValueError("with into= the targets say where the tensors go: leave out map_location and mmap")
+    path = os.fspath(path)
+    with FileReader(path) as file:
+        kind = recognise(file)
+        record = record_of(path) if check and not mmap else None
+        request = Request(map_location, weights_only or _is_forced(), check, _slabs(file, record), mmap)
+        _ = request.target  # no such device: say so before anything is read
+        if kind == SAFETENSORS:
+            return _load_safetensors(file, request, into, keys, strict)
+        if kind == ZIP:
+            directory = ZipDirectory(file)
+            if is_plain_archive(directory):
+                return _load_archive(file, TorchArchive(file, directory, request), request, into, keys, strict)
+        state = _load_by_torch(file, request)
+        if into is None and keys is None:
+            return state
+        return _load_part(file, LoadedState(state, file), request, into, keys, strict)
+
+
+def format_of(path: str | os.PathLike[str]) -> str:
+    """What kind of file it is: ``"zip"`` (of torch), ``"legacy"`` (of torch, no zip) or ``"safetensors"``.
+
+    Raises:
+        CheckpointNotFoundError: there is no such file.
+        CorruptCheckpointError: it is none of these.
+    """
+    with FileReader(os.fspath(path)) as file:
+        return recognise(file)
+
+
+def is_mappable(path: str | os.PathLike[str]) -> bool:
+    """Whether the tensors lie in the file as they lie in memory: `load` can map them.
+
+    Raises:
+        CheckpointNotFoundError: there is no such file.
+        CorruptCheckpointError: it is none that `load` reads.
+    """
+    with FileReader(os.fspath(path)) as file:
+        kind = recognise(file)
+        if kind != ZIP:
+            return kind == SAFETENSORS
+        directory = ZipDirectory(file)
+        return is_plain_archive(directory) and TorchArchive(file, directory, Request(None, True)).is_native
+
+
+def verify(path: str | os.PathLike[str]) -> None:
+    """Compare all of a file with the checksums in it, and those of the checkpoint that it belongs to. Blocks.
+
+    A file that has none (stock safetensors, the older and the compressed forms of torch) is only checked for its
+    structure. Takes 64 MiB of memory at most.
+
+    Raises:
+        CheckpointNotFoundError: there is no such file.
+        CorruptCheckpointError: bytes differ, or the structure is wrong; names tensor and offset.
+        StorageError: the file cannot be read.
     """
     path = os.fspath(path)
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError as error:
-        raise CheckpointNotFoundError(f"there is no file {path}") from error
-    try:
-        kind = _recognise(descriptor, path)
-        if kind == "safetensors":
-            restore = torch.serialization._get_restore_location(map_location)  # type: ignore[no-untyped-call]
-            return load_safetensors(descriptor, path, restore, weights_only)
-        if kind == "zip":
-            _check_zip_end(descriptor, path)
-    finally:
-        os.close(descriptor)
-    return _load_torch(path, kind, map_location, weights_only)
+    with FileReader(path) as file:
+        kind = recognise(file)
+        slabs = _slabs(file, record_of(path))
+        request = Request(None, True, True, slabs)
+        if kind == SAFETENSORS:
+            opened = SafetensorsFile(file, request)
+            opened.verify(opened.header.entries, bool(slabs))
+        elif kind == ZIP:
+            directory = ZipDirectory(file)
+            if is_plain_archive(directory):
+                archive = TorchArchive(file, directory, request)
+                keys = {region.name.removeprefix(STORAGE_PREFIX) for region in archive.regions()}
+                archive.verify(keys, bool(slabs))
 
 
-def _recognise(descriptor: int, path: str) -> str:
-    """``"zip"``, ``"legacy"`` or ``"safetensors"``."""
-    nbytes = os.fstat(descriptor).st_size
-    head = os.pread(descriptor, 512, 0)
-    if head.startswith(_ZIP_MAGIC):
-        return "zip"
-    if head.startswith(_LEGACY_MAGIC[:-1]) or head[_TAR_MAGIC_OFFSET:].startswith(_TAR_MAGIC):
-        return "legacy"
-    if path.endswith(".safetensors") or head[8:9] == b"{":
-        return "safetensors"
-    raise CorruptCheckpointError(
-        f"{path}: {nbytes} bytes that begin with {head[:8]!r} are neither a torch.save file nor safetensors; "
-        "the file is damaged or something else",
-        path,
-        offset=0,
+def _is_forced() -> bool:
+    """An administrator's switch of torch, which holds for all that loads its files."""
+    return os.getenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "0").lower() in _TRUE
+
+
+def _slabs(file: FileReader, record: FileRecord | None) -> tuple[Check, ...]:
+    if record is None:
+        return ()
+    if record.nbytes != file.nbytes:
+        raise CorruptCheckpointError(
+            f"{file.path}: {file.nbytes} bytes found, {record.nbytes} expected by its manifest",
+            file.path,
+            offset=min(file.nbytes, record.nbytes),
+        )
+    begins = range(0, record.nbytes, record.slab_nbytes)
+    return tuple(
+        Check(begin, min(begin + record.slab_nbytes, record.nbytes), expected)
+        for begin, expected in zip(begins, record.crc32, strict=True)
     )
 
 
-def _check_zip_end(descriptor: int, path: str) -> None:
-    """A zip archive must end with its end record, which must point at the directory right before it.
-
-    torch itself looks for the record anywhere near the end and may read a cut or prolonged file.
-    Source: PKWARE APPNOTE, 4.3.16; ``torch.save`` writes no comment.
-    """
-    nbytes = os.fstat(descriptor).st_size
-    begin = max(nbytes - _EOCD.size - _LONGEST_COMMENT_BYTES, 0)
-    tail = os.pread(descriptor, nbytes - begin, begin)
-    found = tail.rfind(_EOCD_MAGIC)
-    if found < 0 or found + _EOCD.size > len(tail):
-        raise _truncated(path, nbytes)
-    end = begin + found + _EOCD.size
-    if end != nbytes:
-        raise CorruptCheckpointError(
-            f"{path}: the archive ends at byte {end}, the file has {nbytes}: {nbytes - end} bytes too many",
-            path,
-            "",
-            end,
-        )
-    record = _EOCD.unpack_from(tail, found)
-    directory_nbytes, directory_begin = record[5], record[6]
-    directory_end = directory_begin + directory_nbytes
-    is_zip64 = max(record[5:7]) == 0xFFFFFFFF or record[4] == 0xFFFF
-    position = begin + found
-    if not is_zip64 and directory_end not in (position, position - _EOCD64_AND_LOCATOR_BYTES):
-        raise CorruptCheckpointError(
-            f"{path}: the directory should end at byte {position}, its record says {directory_end}; bytes are "
-            f"missing from or were added to the {nbytes} of the file",
-            path,
-            offset=position,
-        )
+def _load_safetensors(file: FileReader, request: Request, into: Any, keys: Any, strict: bool) -> Any:
+    opened = SafetensorsFile(file, request)
+    if opened.tree is None:
+        if into is None and keys is None:
+            return opened.load_flat(opened.header.entries)
+        return _load_part(file, FlatState(opened, file.path), request, into, keys, strict)
+    if into is None and keys is None:
+        return opened.load(opened.tree["root"])
+    return _load_part(file, TreeState(opened, opened.tree, file.path), request, into, keys, strict)
 
 
-def _truncated(path: str, nbytes: int) -> CorruptCheckpointError:
-    return CorruptCheckpointError(
-        f"{path}: the archive has no end record within its {nbytes} bytes; the file is incomplete", path, "", nbytes
-    )
+def _load_archive(file: FileReader, archive: TorchArchive, request: Request, into: Any, keys: Any, strict: bool) -> Any:
+    if into is None and keys is None:
+        return archive.load()
+    return _load_part(file, ArchiveState(archive, file.path), request, into, keys, strict)
 
 
-def _load_torch(path: str, kind: str, map_location: Any, weights_only: bool) -> Any:
+def _load_part(file: FileReader, state: Selectable, request: Request, into: Any, keys: Any, strict: bool) -> Any:
+    if into is None:
+        return load_chosen(state, keys, file.path)
+    return load_into(file, state, into, keys, strict=strict, check=request.check, is_covered=bool(request.slabs))
+
+
+def _load_by_torch(file: FileReader, request: Request) -> Any:
+    """Files that only torch reads."""
+    path = file.path
+    map_location: Any = guarded(request.map_location)
     try:
-        if not path.endswith(".safetensors"):
-            return torch.load(path, map_location=map_location, weights_only=weights_only)
-        with open(path, "rb") as file:  # torch.load would hand a path of this name to safetensors
-            return torch.load(file, map_location=map_location, weights_only=weights_only)
-    except (EOFError, OSError, LookupError, RuntimeError, ValueError, TypeError, pickle.UnpicklingError) as error:
-        fault = _fault_of_zip(path) if kind == "zip" else _fault_of_legacy(error, weights_only)
-        if fault is None:
+        if request.mmap:
+            return torch.load(path, map_location, weights_only=request.weights_only, mmap=True)
+        with open(path, "rb") as stream:  # by its path a file named *.safetensors would be taken for one
+            return torch.load(stream, map_location, weights_only=request.weights_only)
+    except DataStatesError:
+        raise
+    except MapLocationError as error:
+        raise error.__cause__ or error from None
+    except _BROKEN as error:
+        if not _is_damage(error, request.weights_only):
             raise
-        nbytes = os.path.getsize(path)
-        raise CorruptCheckpointError(f"{path} ({nbytes} bytes) cannot be loaded: {fault}", path) from error
+        text = str(error) or type(error).__name__
+        raise CorruptCheckpointError(f"{path} ({file.nbytes} bytes) cannot be loaded: {text}", path) from error
 
 
-def _fault_of_zip(path: str) -> str | None:
-    """What is wrong with the archive after a failed load, None where the archive is sound."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            names = {name.partition("/")[2] for name in archive.namelist()}
-            if not names & {"data.pkl", "constants.pkl"}:
-                return "the archive has no entry data.pkl"
-            damaged = archive.testzip()
-    except (zipfile.BadZipFile, EOFError, NotImplementedError, OSError, ValueError, zlib.error) as error:
-        return str(error)
-    return None if damaged is None else f"the checksum of its entry {damaged!r} does not match"
-
-
-def _fault_of_legacy(error: Exception, weights_only: bool) -> str | None:
-    """An older file has no structure to check: what its reader said, unless it may mean the content."""
-    if isinstance(error, pickle.UnpicklingError) and weights_only:
-        return None
-    text = str(error)
-    is_device = "deserialize object on" in text
-    return text or type(error).__name__ if isinstance(error, _BROKEN_LEGACY) and not is_device else None
+def _is_damage(error: Exception, weights_only: bool) -> bool:
+    """Such a file has no structure to check: what its reader said, unless it may mean the content."""
+    if "TorchScript" in str(error) or (isinstance(error, pickle.UnpicklingError) and weights_only):
+        return False
+    return isinstance(error, _BROKEN) and not is_about_devices(error)

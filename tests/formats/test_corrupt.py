@@ -150,7 +150,7 @@ TORCH = {
         "bytes are missing .* or were added",
     ),
     "pickle-lost": (_pickle_lost, "no entry data.pkl"),
-    "pickle-damaged": (_pickle_damaged, "checksum of its entry 'archive/data.pkl'"),
+    "pickle-damaged": (_pickle_damaged, "checksum of its entry 'data.pkl'"),
 }
 
 

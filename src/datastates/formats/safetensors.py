@@ -7,28 +7,29 @@ a U8 tensor of its own where it is large. Source: the README of huggingface/safe
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
+import torch
+
+from datastates.contents.safetensors_header import MAX_HEADER_BYTES, METADATA_NAME
+from datastates.contents.state_tree import METADATA_KEY, PAD_NAME, TREE_NAME, TREE_VERSION
 from datastates.errors import StateError
-from datastates.formats.image import Block, ImageBuilder
-from datastates.formats.tensor_table import METADATA_NAME, PAD_NAME, TREE_NAME, Stored, TensorTable, in_file_order
+from datastates.formats.dtypes import SAFETENSORS_NAMES
+from datastates.formats.image import Block, ImageBuilder, lazy_block
+from datastates.formats.tensor_table import Stored, TensorTable, in_file_order
 from datastates.formats.tree import TreeEncoder
 from datastates.plan import FilePlan
 from datastates.state import Capture, IsEager, named_tensors
 
 NAME = "safetensors"
 
-METADATA_KEY = "datastates"
-TREE_VERSION = 1
-
 #: The tensors begin at a page, so that direct reads need no copy.
 _ALIGNMENT = 4096
 _MAX_ITEMSIZE = 16
 
-#: Above this the tree is a tensor. The stock library reads headers of at most 100 MB.
-#: Source: ``MAX_HEADER_SIZE`` in ``safetensors/src/tensor.rs``.
+#: Above this the tree is a tensor: readers parse the whole header before anything else.
 _MAX_METADATA_BYTES = 8 << 20
-MAX_HEADER_BYTES = 100_000_000
 
 
 def plan(state: object, capture: Capture, is_eager: IsEager) -> FilePlan:
@@ -53,6 +54,21 @@ def plan(state: object, capture: Capture, is_eager: IsEager) -> FilePlan:
         data = tree.encode("ascii")
         stored = [*stored, Stored(TREE_NAME, "U8", (len(data),), 1, Block(len(data), data, ""))]
     return _lay_out(_padded(in_file_order(stored)), metadata)
+
+
+def plan_flat(tensors: Mapping[str, torch.Tensor]) -> FilePlan:
+    """Lay out a safetensors file as others do: the tensors by name, no tree, no shared bytes. All are lazy.
+
+    Raises:
+        StateError: safetensors has no such dtype; or the names fill more than a header may hold.
+    """
+    stored = []
+    for name, tensor in tensors.items():
+        dtype = SAFETENSORS_NAMES.get(tensor.dtype)
+        if dtype is None:
+            raise StateError(f"{name}: safetensors has no dtype {tensor.dtype}", name)
+        stored.append(Stored(name, dtype, tuple(tensor.shape), tensor.itemsize, lazy_block(tensor, name)))
+    return _lay_out(in_file_order(stored), {"format": "pt"})
 
 
 def _padded(stored: list[Stored]) -> list[Stored]:

@@ -2,76 +2,121 @@
 
 from __future__ import annotations
 
-import ctypes
-import json
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from datastates.contents.parts import parts_of
+from datastates.contents.safetensors_header import Entry, Header, read_header
+from datastates.contents.state_tree import TREE_FAILURES, bad_tree, read_tree
 from datastates.errors import CorruptCheckpointError, ForeignObjectError
 from datastates.formats.dtypes import SAFETENSORS_DTYPES
-from datastates.formats.safetensors import METADATA_KEY, TREE_VERSION
-from datastates.formats.safetensors_header import LENGTH_BYTES, Entry, Header, header_length, parse_header
+from datastates.formats.request import MapLocationError, Request, guarded, is_about_devices, raise_damage, verify
+from datastates.formats.storages import Checksums, MappedStorages, Region, Storages
 from datastates.formats.torch_names import dtype_named
 from datastates.formats.tree_load import TreeDecoder
+from datastates.reading import FileReader
 
 RestoreLocation = Callable[[torch.UntypedStorage, str], torch.UntypedStorage]
 
-#: What a tree raises while it is decoded, if it is not one of ours or was changed.
-_TREE_FAILURES = (AttributeError, LookupError, OverflowError, RuntimeError, TypeError, ValueError)
 
+class SafetensorsFile:
+    """An open safetensors file: its header, and the tree of the state where it is one of ours.
 
-def load_safetensors(descriptor: int, path: str, restore: RestoreLocation, weights_only: bool) -> Any:
-    """Read the whole file into new memory.
-
-    Args:
-        descriptor: open for reading; stays the caller's.
-        path: for messages.
-        restore: moves a storage to its device, as ``torch.load`` does for a ``map_location``.
-        weights_only: refuse objects that are no plain data.
-
-    Raises:
-        CorruptCheckpointError: the file's structure is wrong or bytes are missing.
-        ForeignObjectError: an object that is no plain data fails to load, or ``weights_only`` is set.
+    Attributes:
+        header: as it stands in the file, checked.
+        tree: ``root`` and ``tensors`` (see `contents.state_tree`), None in files of others.
     """
-    file_nbytes = os.fstat(descriptor).st_size
-    length = header_length(os.pread(descriptor, LENGTH_BYTES, 0), file_nbytes, path)
-    text = bytearray(length)
-    read_into(descriptor, memoryview(text), LENGTH_BYTES, path)
-    header = parse_header(bytes(text), file_nbytes, path)
-    tensors = _Tensors(descriptor, path, header, restore)
-    ours = header.metadata.get(METADATA_KEY)
-    if ours is None:
-        return {name: tensors.foreign(entry) for name, entry in header.entries.items()}
-    tree = _tree(ours, tensors, path)
-    tensors.describe(tree["tensors"])
-    try:
-        return TreeDecoder(tensors.ours, tensors.raw, weights_only).decode(tree["root"])
-    except (CorruptCheckpointError, ForeignObjectError):
-        raise
-    except _TREE_FAILURES as error:
-        raise _bad_tree(path, error) from error
 
+    def __init__(self, file: FileReader, request: Request) -> None:
+        """Read header and tree. Raises CorruptCheckpointError."""
+        self._file = file
+        self._request = request
+        self.header = read_header(file)
+        self.tree = read_tree(file, self.header)
 
-def read_into(descriptor: int, view: memoryview, offset: int, path: str) -> None:
-    """Fill ``view`` from the file; large positional reads, repeated while they come back short.
+    def load_flat(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Tensors by name, as the stock library gives them.
 
-    Raises:
-        CorruptCheckpointError: the file ends before.
-    """
-    done = 0
-    while done < len(view):
-        count = os.preadv(descriptor, [view[done:]], offset + done)
-        if count == 0:
-            raise CorruptCheckpointError(
-                f"{path}: the file ends at {offset + done}, expected {len(view) - done} more bytes; it is incomplete",
-                path,
-                offset=offset + done,
-            )
-        done += count
+        Raises:
+            CorruptCheckpointError: the file is damaged, or of a dtype that this torch has not.
+            StorageError: the file cannot be read.
+        """
+        entries = [self.header.entries[name] for name in names]
+        tensors = self._tensors([(entry, "cpu") for entry in entries], len(entries) == len(self.header.entries))
+        try:
+            state = {entry.name: tensors.foreign(entry) for entry in entries}
+        except MapLocationError as error:
+            raise error.__cause__ or error from None
+        tensors.finish()
+        return state
+
+    def load(self, root: Any, indices: Iterable[int] | None = None) -> Any:
+        """The state that a node of the tree describes.
+
+        Args:
+            root: the node; its tensors are those of the whole tree.
+            indices: of the tensors in it; None: all.
+
+        Raises:
+            CorruptCheckpointError: the file is damaged.
+            ForeignObjectError: an object that is no plain data fails to load, or ``weights_only`` is set.
+            StorageError: the file cannot be read.
+        """
+        if self.tree is None:
+            raise ValueError(f"{self._file.path} has no tree")
+        try:
+            records = {
+                index: self._record(record)
+                for index, record in enumerate(self.tree["tensors"])
+                if indices is None or index in indices
+            }
+            tensors = self._tensors([(record.entry, record.device) for record in records.values()], indices is None)
+            tensors.records = records
+            state = TreeDecoder(tensors.ours, tensors.raw, self._request.weights_only).decode(root)
+            tensors.finish()
+        except (CorruptCheckpointError, ForeignObjectError, OSError):
+            raise
+        except MapLocationError as error:
+            raise error.__cause__ or error from None
+        except TREE_FAILURES as error:
+            if is_about_devices(error):
+                raise
+            raise bad_tree(self._file.path, error) from error
+        return state
+
+    def entry_of(self, index: int) -> Entry:
+        """The entry of a tensor of the tree, with dtype and shape as the tree says. Raises as `load` does."""
+        try:
+            record = self._record((self.tree or {})["tensors"][index])
+        except TREE_FAILURES as error:
+            raise bad_tree(self._file.path, error) from error
+        dtype = str(record.dtype).removeprefix("torch.")
+        return Entry(record.entry.name, dtype, tuple(record.shape), record.entry.begin, record.entry.end)
+
+    def verify(self, names: Iterable[str], is_whole: bool) -> None:
+        """Compare the bytes of entries with the checksums that cover nothing else; keeps nothing.
+
+        Raises:
+            CorruptCheckpointError: they differ.
+            StorageError: the file cannot be read.
+        """
+        entries = [self.header.entries[name] for name in names]
+        regions = [Region(entry.name, entry.begin, entry.end) for entry in entries]
+        verify(self._file, regions, Checksums(self._request.slabs), is_whole)
+
+    def _record(self, record: dict[str, Any]) -> _Record:
+        entry, dtype = self.header.entries[record["name"]], dtype_named(record["dtype"])
+        found, expected = entry.end - entry.begin, torch.Size(record["shape"]).numel() * dtype.itemsize
+        if found != expected:
+            raise ValueError(f"{entry.name!r} has {found} bytes, the tree expects {expected}")
+        flags = bool(record.get("requires_grad")), bool(record.get("parameter"))
+        return _Record(entry, dtype, record["shape"], str(record["device"]), *flags)
+
+    def _tensors(self, wanted: list[tuple[Entry, str]], is_whole: bool = False) -> _Tensors:
+        return _Tensors(self._file, self.header, self._request, wanted, is_whole)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,31 +132,44 @@ class _Record:
 
 
 class _Tensors:
-    """The tensors of one file; equal names share their memory."""
+    """The tensors of one file; equal names share their memory.
 
-    def __init__(self, descriptor: int, path: str, header: Header, restore: RestoreLocation) -> None:
-        self._descriptor = descriptor
-        self._path = path
+    Attributes:
+        records: of the tensors that the tree describes, by index.
+    """
+
+    def __init__(
+        self, file: FileReader, header: Header, request: Request, wanted: list[tuple[Entry, str]], is_whole: bool
+    ) -> None:
+        """Read the bytes of all that is wanted, unless they go to another device: then each in its turn."""
+        self._file = file
         self._header = header
-        self._restore = restore
-        self._records: list[_Record] = []
+        self._checksums = Checksums(request.slabs if request.check else ())
+        map_location = guarded(request.map_location)
+        self._restore: RestoreLocation = torch.serialization._get_restore_location(map_location)  # type: ignore[no-untyped-call]
+        self._is_meta = request.target is not None and request.target.type == "meta"
+        self.records: dict[int, _Record] = {}
         self._storages: dict[str, torch.UntypedStorage] = {}
         self._made: dict[int, torch.Tensor] = {}
+        regions = {entry.name: Region(entry.name, entry.begin, entry.end) for entry, _ in wanted}.values()
+        self._source: Storages | MappedStorages
+        if request.mmap:
+            self._source = MappedStorages(file, regions)
+            return
+        self._source = Storages(file, regions, self._checksums if self._checksums.checks else None)
+        if request.target is None or request.target.type == "cpu":
+            self._source.read(whole_file=is_whole and bool(self._checksums.checks))
+            self._raise_damage()
 
-    def describe(self, records: list[dict[str, Any]]) -> None:
-        """Take over the tree's table of tensors, and read their bytes in the order of the file."""
-        try:
-            self._records = [self._record(record) for record in records]
-        except _TREE_FAILURES as error:
-            raise _bad_tree(self._path, error) from error
-        for record in sorted(self._records, key=lambda record: record.entry.begin):
-            self._storage(record.entry, record.device)
+    def finish(self) -> None:
+        """All tensors are made: compare what has been read since with its checksums. Raises CorruptCheckpointError."""
+        self._raise_damage()
 
     def ours(self, index: int) -> torch.Tensor:
         """The tensor of a record of the tree."""
         made = self._made.get(index)
         if made is None:
-            record = self._records[index]
+            record = self.records[index]
             made = _window(self._storage(record.entry, record.device), record.dtype, record.shape)
             if record.is_parameter:
                 made = torch.nn.Parameter(made, requires_grad=record.requires_grad)
@@ -122,84 +180,47 @@ class _Tensors:
 
     def foreign(self, entry: Entry) -> torch.Tensor:
         """The tensor of an entry that no tree describes."""
-        dtype = SAFETENSORS_DTYPES[entry.dtype][1]
-        if dtype is None:
-            raise CorruptCheckpointError(
-                f"{self._path}: tensor {entry.name!r} is {entry.dtype}, which torch {torch.__version__} cannot hold",
-                self._path,
-                entry.name,
-                entry.begin,
-            )
-        shape = list(entry.shape)
-        if entry.dtype == "F4":
-            if not shape or shape[-1] % 2:
-                raise CorruptCheckpointError(
-                    f"{self._path}: tensor {entry.name!r} of F4 has shape {shape}, expected an even last dimension",
-                    self._path,
-                    entry.name,
-                    entry.begin,
-                )
-            shape[-1] //= 2
+        dtype, shape = torch_form(entry, self._file.path)
         return _window(self._storage(entry, "cpu"), dtype, shape)
 
     def raw(self, name: str) -> bytearray:
         """The bytes of an entry."""
         entry = self._header.entries[name]
-        data = bytearray(entry.end - entry.begin)
-        read_into(self._descriptor, memoryview(data), entry.begin, self._path)
-        return data
-
-    def _record(self, record: dict[str, Any]) -> _Record:
-        entry, dtype = self._header.entries[record["name"]], dtype_named(record["dtype"])
-        found, expected = entry.end - entry.begin, torch.Size(record["shape"]).numel() * dtype.itemsize
-        if found != expected:
-            raise ValueError(f"{entry.name!r} has {found} bytes, the tree expects {expected}")
-        flags = bool(record.get("requires_grad")), bool(record.get("parameter"))
-        return _Record(entry, dtype, record["shape"], str(record["device"]), *flags)
+        return bytearray(self._file.read(entry.begin, entry.end - entry.begin))
 
     def _storage(self, entry: Entry, location: str) -> torch.UntypedStorage:
         storage = self._storages.get(entry.name)
         if storage is None:
-            nbytes = entry.end - entry.begin
-            buffer = torch.empty(nbytes, dtype=torch.uint8)
-            if nbytes:
-                raw = (ctypes.c_uint8 * nbytes).from_address(buffer.data_ptr())
-                read_into(self._descriptor, memoryview(raw).cast("B"), entry.begin, self._path)
-            storage = self._storages[entry.name] = self._restore(buffer.untyped_storage(), location)
+            if self._is_meta:
+                storage = torch.empty(entry.end - entry.begin, dtype=torch.uint8, device="meta").untyped_storage()
+            else:
+                storage = self._restore(self._source.take(entry.name).untyped_storage(), location)
+            self._storages[entry.name] = storage
         return storage
+
+    def _raise_damage(self) -> None:
+        raise_damage(self._file, self._checksums, lambda: parts_of(self._file))
+
+
+def torch_form(entry: Entry, path: str) -> tuple[torch.dtype, list[int]]:
+    """Dtype and shape in torch of an entry.
+
+    Raises:
+        CorruptCheckpointError: this torch has no such dtype, or no such shape of it.
+    """
+    dtype, shape = SAFETENSORS_DTYPES[entry.dtype][1], list(entry.shape)
+    what = ""
+    if dtype is None:
+        what = f"is {entry.dtype}, which torch {torch.__version__} cannot hold"
+    elif entry.dtype == "F4" and (not shape or shape[-1] % 2):
+        what = f"of F4 has shape {shape}, expected an even last dimension"
+    if dtype is None or what:
+        raise CorruptCheckpointError(f"{path}: tensor {entry.name!r} {what}", path, entry.name, entry.begin)
+    if entry.dtype == "F4":
+        shape[-1] //= 2
+    return dtype, shape
 
 
 def _window(storage: torch.UntypedStorage, dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
     tensor = torch.empty(0, dtype=dtype, device=storage.device)
     return tensor.set_(storage, 0, shape, torch.empty(shape, device="meta").stride())
-
-
-def _tree(text: str, tensors: _Tensors, path: str) -> dict[str, Any]:
-    """The tree, from the metadata or from the tensor that the metadata names."""
-    try:
-        tree = json.loads(text)
-        _check_version(tree, path)
-        if "tensor" in tree:
-            tree = json.loads(tensors.raw(tree["tensor"]))
-            _check_version(tree, path)
-        if not isinstance(tree["tensors"], list):
-            raise TypeError("the table of tensors is no list")
-        tree["root"]
-    except CorruptCheckpointError:
-        raise
-    except _TREE_FAILURES as error:
-        raise _bad_tree(path, error) from error
-    return tree  # type: ignore[no-any-return]
-
-
-def _check_version(tree: Any, path: str) -> None:
-    if tree["version"] != TREE_VERSION:
-        raise CorruptCheckpointError(
-            f"{path}: the tree has version {tree['version']!r}, this datastates reads {TREE_VERSION}; "
-            "load it with the version that wrote it",
-            path,
-        )
-
-
-def _bad_tree(path: str, error: Exception) -> CorruptCheckpointError:
-    return CorruptCheckpointError(f"{path}: the tree of the state is malformed ({error}); the file is damaged", path)

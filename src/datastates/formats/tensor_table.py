@@ -8,16 +8,13 @@ from typing import Any
 
 import torch
 
+from datastates.contents.safetensors_header import METADATA_NAME
+from datastates.contents.state_tree import PAD_NAME, TREE_NAME
 from datastates.errors import StateError
 from datastates.formats.dtypes import SAFETENSORS_NAMES
 from datastates.formats.image import Block, capture_block, lazy_block
 from datastates.formats.torch_names import torch_name
 from datastates.state import Capture, IsEager, join
-
-#: Names that mean something in our files; a tensor of the user never gets one.
-METADATA_NAME = "__metadata__"
-TREE_NAME = "__datastates__.tree"
-PAD_NAME = "__datastates__.pad"
 
 _UNNAMED = "tensor"
 

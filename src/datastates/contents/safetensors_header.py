@@ -10,12 +10,18 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from datastates.contents.dtypes import SAFETENSORS_TYPES
 from datastates.errors import CorruptCheckpointError
-from datastates.formats.dtypes import SAFETENSORS_DTYPES
-from datastates.formats.safetensors import MAX_HEADER_BYTES
-from datastates.formats.tensor_table import METADATA_NAME
+from datastates.reading import FileReader
 
 LENGTH_BYTES = 8
+
+#: The stock library reads no longer ones.
+#: Source: ``MAX_HEADER_SIZE`` in ``safetensors/src/tensor.rs``.
+MAX_HEADER_BYTES = 100_000_000
+
+#: The one name in the header that is no tensor's.
+METADATA_NAME = "__metadata__"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +41,18 @@ class Header:
 
     entries: dict[str, Entry]
     metadata: dict[str, str]
+
+
+def read_header(file: FileReader) -> Header:
+    """The header of a file.
+
+    Raises:
+        CorruptCheckpointError: it is malformed, or its tensors do not fill the file exactly.
+        StorageError: the file cannot be read.
+    """
+    prefix = file.read(0, min(LENGTH_BYTES, file.nbytes))
+    length = header_length(prefix, file.nbytes, file.path)
+    return parse_header(file.read(LENGTH_BYTES, length), file.nbytes, file.path)
 
 
 def header_length(prefix: bytes, file_nbytes: int, path: str) -> int:
@@ -107,14 +125,14 @@ def _entry(name: str, value: Any, data_begin: int, path: str) -> Entry:
         found = sorted(value) if isinstance(value, dict) else type(value).__name__
         raise _corrupt(path, what, "dtype, shape and data_offsets", str(found), LENGTH_BYTES, name)
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in SAFETENSORS_DTYPES:
+    if not isinstance(dtype, str) or dtype not in SAFETENSORS_TYPES:
         raise _corrupt(path, f"the dtype of {what}", "a name of safetensors 0.8", repr(dtype), LENGTH_BYTES, name)
     if not _is_sizes(shape):
         raise _corrupt(path, f"the shape of {what}", "sizes of zero or more", repr(shape), LENGTH_BYTES, name)
     if not _is_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise _corrupt(path, f"the offsets of {what}", "[begin, end] in order", repr(offsets), LENGTH_BYTES, name)
     begin, end = offsets
-    bits = math.prod(shape) * SAFETENSORS_DTYPES[dtype][0]
+    bits = math.prod(shape) * SAFETENSORS_TYPES[dtype][0]
     if bits != (end - begin) * 8:
         expected = f"{bits / 8:g} bytes for {dtype} of shape {shape}"
         raise _corrupt(path, what, expected, f"{end - begin}", data_begin + begin, name)

@@ -1,0 +1,174 @@
+"""The checkpoints of a folder: which there are, and which of them are complete."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from datastates.attempt_folder import attempts, has_attempts
+from datastates.errors import CheckpointNotFoundError, CorruptCheckpointError
+from datastates.integrity import check
+from datastates.manifest import (
+    ABORTED_NAME,
+    RANK_NAME,
+    Manifest,
+    attempt_directory,
+    read_causes,
+    read_commit,
+    read_latest,
+    read_manifest,
+)
+from datastates.system_calls import patiently, storage_errors
+
+_STEP = re.compile(r"(\d+)\D*$")
+_RANKS_SHOWN = 8
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointRecord:
+    """A checkpoint as its records describe it.
+
+    Attributes:
+        path: its folder.
+        tag: what ``latest`` would say.
+        step: the last number in the tag, None where it has none.
+        nbytes: of all files, as far as they are known.
+        created_at: Unix time of the commit; of the youngest sign of life where there is none.
+        world_size: number of ranks, None where no rank has left a record.
+        file_nbytes: sizes of the files by name, as far as they are known.
+        is_committed: all ranks' parts were there once.
+        problem: why it is not complete, or what is missing or damaged; empty when names and sizes are right.
+        is_latest: ``latest`` names it.
+    """
+
+    path: str
+    tag: str
+    step: int | None
+    nbytes: int
+    created_at: float
+    world_size: int | None
+    file_nbytes: Mapping[str, int] = field(default_factory=dict)
+    is_committed: bool = False
+    problem: str = ""
+    is_latest: bool = False
+
+    @property
+    def is_complete(self) -> bool:
+        return not self.problem
+
+
+def list_checkpoints(directory: str | os.PathLike[str]) -> list[CheckpointRecord]:
+    """The checkpoints of this package directly below a folder, the oldest first; the folder itself if it is one.
+
+    Reads records and sizes only, changes nothing, and takes what another process is just saving for incomplete.
+
+    Raises:
+        CheckpointNotFoundError: there is no such folder.
+        StorageError: it cannot be read.
+    """
+    directory = os.path.abspath(os.fspath(directory))
+    if has_attempts(directory):
+        return [_describe(directory, read_latest(os.path.dirname(directory)))]
+    try:
+        with storage_errors("list", directory):
+            names = sorted(patiently(os.listdir, directory))
+    except OSError as error:
+        if not os.path.isdir(directory):
+            raise CheckpointNotFoundError(f"there is no folder {directory}") from error
+        raise
+    latest = read_latest(directory)
+    folders = [folder for name in names if has_attempts(folder := os.path.join(directory, name))]
+    return sorted((_describe(folder, latest) for folder in folders), key=lambda one: (one.created_at, one.step or -1))
+
+
+def _describe(directory: str, latest: str | None) -> CheckpointRecord:
+    name = os.path.basename(directory)
+    try:
+        record = read_commit(directory)
+    except CorruptCheckpointError as error:
+        return _incomplete(directory, latest, str(error))
+    if record is None:
+        return _incomplete(directory, latest, "")
+    problems = check(directory)
+    more = f" and {len(problems) - 1} more problems" if len(problems) > 1 else ""
+    return CheckpointRecord(
+        directory,
+        record.tag or name,
+        _step(record.tag or name),
+        record.nbytes,
+        record.committed_at,
+        record.world_size,
+        record.file_nbytes,
+        True,
+        f"{problems[0].message}: {problems[0].path}{more}" if problems else "",
+        latest in (record.tag, name),
+    )
+
+
+def _incomplete(directory: str, latest: str | None, problem: str) -> CheckpointRecord:
+    """What is known of a checkpoint that was never committed: its youngest attempt."""
+    found = [(attempt, *_manifests(directory, attempt)) for attempt in attempts(directory)]
+    attempt, manifests, damaged = max(
+        found, key=lambda item: max((one.written_at for one in item[1]), default=0.0), default=("", [], "")
+    )
+    name = os.path.basename(directory)
+    tag = manifests[0].tag if manifests and manifests[0].tag else name
+    files = {file.name: file.nbytes for manifest in manifests for file in manifest.files}
+    written_at = max((manifest.written_at for manifest in manifests), default=os.stat(directory).st_mtime)
+    return CheckpointRecord(
+        directory,
+        tag,
+        _step(tag),
+        sum(files.values()),
+        written_at,
+        manifests[0].world_size if manifests else None,
+        files,
+        False,
+        problem or damaged or _missing(directory, attempt, manifests),
+        latest in (tag, name),
+    )
+
+
+def _manifests(directory: str, attempt: str) -> tuple[list[Manifest], str]:
+    """The manifests of an attempt that are there, by rank, and what is wrong with one of the others."""
+    manifests: list[Manifest] = []
+    damaged = ""
+    found = map(RANK_NAME.fullmatch, os.listdir(attempt_directory(directory, attempt)))
+    for rank in sorted(int(match[1]) for match in found if match is not None):
+        try:
+            entry = read_manifest(directory, attempt, rank)
+        except CorruptCheckpointError as error:
+            damaged = str(error)
+            continue
+        if entry is not None:
+            manifests.append(entry[0])
+    return manifests, damaged
+
+
+def _missing(directory: str, attempt: str, manifests: list[Manifest]) -> str:
+    """Why an attempt is not complete."""
+    causes: dict[int, str] = {}
+    if attempt:
+        try:
+            causes = read_causes(directory, attempt, ABORTED_NAME) or {}
+        except CorruptCheckpointError as error:
+            return str(error)
+    causes.update({one.rank: one.failed.message for one in manifests if one.failed is not None})
+    if causes:
+        rank, cause = min(causes.items())
+        return f"given up: rank {rank}: {cause}"
+    if not manifests:
+        return "not committed: no rank has finished its part"
+    there = {one.rank for one in manifests}
+    missing = [rank for rank in range(manifests[0].world_size) if rank not in there]
+    if not missing:
+        return "not committed: all ranks have finished, the commit was cut or is under way; loading completes it"
+    shown = ", ".join(map(str, missing[:_RANKS_SHOWN])) + (", …" if len(missing) > _RANKS_SHOWN else "")
+    return f"not committed: of {manifests[0].world_size} ranks the parts of {len(missing)} are missing: {shown}"
+
+
+def _step(tag: str) -> int | None:
+    found = _STEP.search(tag)
+    return int(found[1]) if found else None

@@ -1,0 +1,153 @@
+"""Fills tensors that exist already from tensors that lie in a file, a few buffers at a time."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from datastates.formats.selectable import FileTensor
+from datastates.formats.storages import copying_tiles
+from datastates.reading import TILE_BYTES, FileReader, Sink, Tile, fresh_memory, page_ceil, page_floor
+from datastates.state import alias, has_own_storage
+
+_SMALL_GAP_BYTES = 64 << 10
+_SMALL_BYTES = 1 << 20
+
+
+def why_not(target: torch.Tensor) -> str:
+    """Why a tensor cannot be filled in place; empty when it can."""
+    if target.device.type == "meta":
+        return "the target is on the meta device and has no memory: give it some, for example by to_empty()"
+    if not has_own_storage(target):
+        return f"the target is a {type(target).__name__}, which is no plain strided tensor"
+    if any(stride == 0 and size > 1 for size, stride in zip(target.shape, target.stride(), strict=True)):
+        return "the target is expanded: several of its elements are the same memory"
+    return ""
+
+
+def fill(file: FileReader, pairs: Iterable[tuple[FileTensor, torch.Tensor]]) -> None:
+    """Read tensors of the file into targets of the same shape; their dtype, device and memory stay.
+
+    Blocks until all are filled; a failure leaves some filled. Takes a buffer of `TILE_BYTES` for each reading thread,
+    and for tensors whose strides differ, which have to be turned, their size once more.
+
+    Raises:
+        CorruptCheckpointError: the file ends before.
+        StorageError: the device or file system fails.
+    """
+    tiles: list[Tile] = []
+    turned: list[tuple[FileTensor, torch.Tensor]] = []
+    targets = []
+    for source, target in pairs:
+        targets.append(target)
+        if source.begin == source.end:
+            continue
+        if _is_same_memory(source, target):
+            tiles += copying_tiles(source.begin, _memory_of(target))
+        elif _is_contiguous(source) and target.is_contiguous():
+            tiles += _converting_tiles(source, alias(target).view(-1))
+        else:
+            turned.append((source, target))
+    file.run(_merged(tiles))
+    for source, target in turned:
+        _turn(file, source, target)
+    bump = [target for target in targets if not target.is_inference()]
+    if bump:
+        torch.autograd.graph.increment_version(bump)  # memory was written behind the back of autograd
+
+
+def copy_over(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Copy a loaded tensor into a target."""
+    alias(target).copy_(source.detach())
+
+
+def _is_same_memory(source: FileTensor, target: torch.Tensor) -> bool:
+    """Whether the bytes of the file are those of the target, one after the other."""
+    is_equal = source.dtype is target.dtype and not target.is_conj() and not target.is_neg()
+    return is_equal and target.device.type == "cpu" and _is_dense(source) and _strides(source) == _strides_of(target)
+
+
+def _is_dense(source: FileTensor) -> bool:
+    count = 1
+    for size in source.shape:
+        count *= size
+    if source.end - source.begin != count * source.dtype.itemsize:
+        return False
+    reach = 1
+    for size, stride in sorted(zip(source.shape, source.stride, strict=True), key=lambda dim: dim[1]):
+        if size > 1 and stride != reach:
+            return False
+        reach *= size
+    return True
+
+
+def _strides(source: FileTensor) -> list[int]:
+    """Strides of the dimensions that have more than one element: the others' mean nothing."""
+    return [stride for size, stride in zip(source.shape, source.stride, strict=True) if size > 1]
+
+
+def _strides_of(target: torch.Tensor) -> list[int]:
+    return [stride for size, stride in zip(target.shape, target.stride(), strict=True) if size > 1]
+
+
+def _is_contiguous(source: FileTensor) -> bool:
+    return torch.empty(source.shape, device="meta").stride() == source.stride or (
+        _is_dense(source) and _strides(source) == _strides_of(torch.empty(source.shape, device="meta"))
+    )
+
+
+def _memory_of(target: torch.Tensor) -> memoryview:
+    nbytes = target.numel() * target.itemsize
+    return memoryview((ctypes.c_char * nbytes).from_address(target.data_ptr())).cast("B")
+
+
+def _converting_tiles(source: FileTensor, flat: torch.Tensor) -> list[Tile]:
+    """Tiles that convert dtype, or copy to a device; ``flat`` is the target in one dimension."""
+    tiles, itemsize = [], source.dtype.itemsize
+    step = TILE_BYTES // itemsize
+    for first in range(0, flat.numel(), step):
+        part = flat[first : first + step]
+        begin = source.begin + first * itemsize
+        end = begin + part.numel() * itemsize
+        tiles.append(Tile(begin, end, sinks=((begin, end, _converter(part, source.dtype)),)))
+    return tiles
+
+
+def _converter(part: torch.Tensor, dtype: torch.dtype) -> Sink:
+    def convert(data: memoryview) -> None:
+        elements = torch.empty(len(data) // dtype.itemsize, dtype=dtype)  # aligned, which the data need not be
+        _memory_of(elements)[:] = data
+        part.copy_(elements)
+
+    return convert
+
+
+def _turn(file: FileReader, source: FileTensor, target: torch.Tensor) -> None:
+    """Read a tensor as it lies in the file, and let torch copy it."""
+    cover = page_floor(source.begin)
+    memory = fresh_memory(page_ceil(source.end) - cover)
+    file.run([Tile(source.begin, source.end, memoryview(memory))])
+    raw = torch.frombuffer(memory, dtype=torch.uint8, offset=source.begin - cover, count=source.end - source.begin)
+    aligned = raw if source.begin % 16 == 0 else raw.clone()
+    window = torch.empty(0, dtype=source.dtype)
+    copy_over(window.set_(aligned.untyped_storage(), 0, source.shape, source.stride), target)
+
+
+def _merged(tiles: Sequence[Tile]) -> list[Tile]:
+    """Small neighbours together: one read for many small tensors."""
+    merged: list[Tile] = []
+    for tile in sorted(tiles, key=lambda one: (one.begin, one.end)):
+        last = merged[-1] if merged else None
+        is_near = (
+            last is not None
+            and tile.end - tile.begin < _SMALL_BYTES
+            and tile.begin - last.end < _SMALL_GAP_BYTES
+            and max(tile.end, last.end) - last.begin <= TILE_BYTES
+        )
+        if last is not None and is_near:
+            merged[-1] = Tile(last.begin, max(tile.end, last.end), None, last.sinks + tile.sinks)
+        else:
+            merged.append(tile)
+    return merged
