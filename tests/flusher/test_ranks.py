@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 from datastates.errors import CommitError, StorageError
 from datastates.integrity import verify
@@ -104,6 +108,23 @@ def test_a_missing_rank_is_not_waited_for_for_ever(tmp_path: Path) -> None:
         late = rigs[1].commit(tmp_path / "s1").exception(TIMEOUT)
         assert isinstance(late, CommitError) and "within 0.05 s" in str(late)
     assert partials(tmp_path) == []
+
+
+@pytest.mark.parametrize("waiting", [0, 1])
+def test_a_rank_does_not_wait_for_others_in_a_folder_that_is_gone(tmp_path: Path, waiting: int) -> None:
+    with ranks() as rigs:
+        rigs[waiting].save(tmp_path / "s1" / "f", IMAGES[0])
+        future = rigs[waiting].commit(tmp_path / "s1")
+        promise = tmp_path / "s1" / ".datastates" / "a-1" / f"rank-{waiting:05d}.json"
+        eventually(promise.exists, "the rank has promised its part")
+        shutil.rmtree(tmp_path / "s1")
+        error = future.exception(TIMEOUT)
+        assert isinstance(error, StorageError) and error.errno == errno.ENOENT
+        assert f"{tmp_path}/s1 was removed" in str(error)
+        assert not (tmp_path / "s1").exists()
+        rigs[waiting].save(tmp_path / "s2" / "f", IMAGES[1], "a-2")
+        rigs[1 - waiting].commit(tmp_path / "s2", "a-2", "s2")
+        assert rigs[waiting].commit(tmp_path / "s2", "a-2", "s2").result(TIMEOUT).num_files == 1
 
 
 def test_commits_keep_their_order(tmp_path: Path) -> None:

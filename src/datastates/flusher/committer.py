@@ -7,6 +7,7 @@ is the order of arrival; commits are decided strictly in the order in which they
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import sys
 from collections.abc import Callable
@@ -215,6 +216,10 @@ class Committer:
         if attempt.deadline is None:
             self._meeting_point.promise(attempt, request.tag)
             attempt.deadline = self._patience.deadline()
+        elif self._meeting_point.is_removed(attempt):
+            message = f"{attempt.directory} was removed before this rank had seen it committed"
+            self._end(attempt, Failure(message, errno.ENOENT, attempt.directory), {})
+            return
         if self._rank == 0:
             self._decide(attempt, request)
         elif self._patience.has_ended(attempt.deadline, {0}) or self._patience.is_forsaken:

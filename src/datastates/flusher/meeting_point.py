@@ -18,6 +18,7 @@ from datastates.manifest import (
     CommitRecord,
     Failure,
     Manifest,
+    manifest_path,
     read_commit,
     read_manifest,
     write_causes,
@@ -61,6 +62,10 @@ class MeetingPoint:
         with storage_errors("make durable", attempt.directory):
             make_names_durable(partials, attempt.directory)
         write_manifest(attempt.directory, manifest)
+
+    def is_removed(self, attempt: Attempt) -> bool:
+        """Whether the records of an attempt are gone that this rank has promised its part to: somebody deleted them."""
+        return not os.path.lexists(manifest_path(attempt.directory, attempt.name, self._rank))
 
     def is_bound(self, attempt: Attempt) -> bool:
         """Whether this rank's files must stay: promised to rank 0, or part of a commit that rank 0 has decided."""

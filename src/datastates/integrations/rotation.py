@@ -1,0 +1,210 @@
+"""Deletes folders of old checkpoints for frameworks that would do so too early.
+
+A framework that saves every so often and keeps the last N deletes the older folders as soon as its call to save has
+returned. With lazy saves the younger checkpoint is not there yet at that moment: a crash would leave none. A `Rotation`
+takes the wish and fulfils it when it is safe:
+
+- what is in flight is neither counted nor deleted, nor what the framework protects;
+- what is lost (its save failed, or its job died) is not counted, and deleted once a younger checkpoint is complete;
+- the youngest complete one always stays, and its files are durable before an older one goes.
+
+When rank 0 knows a checkpoint of this run to be complete, all ranks have settled those before it: they commit in
+the order of the saves. So no rank's flusher works in a folder that is deleted here.
+"""
+
+from __future__ import annotations
+
+import atexit
+import concurrent.futures
+import logging
+import os
+import threading
+
+from datastates.deadline import Deadline
+from datastates.directories import fsync_directory
+from datastates.errors import DataStatesError, WaitTimeoutError
+from datastates.flusher.work import CommitResult
+from datastates.integrations.series import Series, is_complete
+from datastates.removal import finish_removals, remove_folder
+from datastates.saver import open_savers
+from datastates.system_calls import fsync, patiently, storage_errors
+
+logger = logging.getLogger(__name__)
+
+EXIT_SECONDS = 600.0
+"""So long the end of the interpreter waits for saves in flight, to delete what they replace."""
+
+
+class Rotation:
+    """Deletes on a thread of its own, which lives while saves are in flight. Thread safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # protects the fields below
+        self._wanted: dict[str, Series] = {}
+        self._asked: dict[str, Series] = {}
+        self._saved: dict[str, int] = {}  # folders that this process has saved to, by order
+        self._thread: threading.Thread | None = None
+        self._deleting = threading.Lock()  # one deletes at a time
+
+    def note_saved(self, folder: str) -> None:
+        """A checkpoint has been saved to this folder, or is in flight: it is younger than all others."""
+        folder = os.path.realpath(folder)
+        with self._lock:
+            self._saved.pop(folder, None)
+            self._saved[folder] = 1 + max(self._saved.values(), default=0)
+
+    def has_saved(self, folder: str) -> bool:
+        """Whether this process has saved a checkpoint to this folder, or tried to."""
+        with self._lock:
+            return os.path.realpath(folder) in self._saved
+
+    def has_saved_in(self, folder: str) -> bool:
+        """Whether this process has saved a checkpoint to a folder in this one, or tried to."""
+        with self._lock:
+            return any(os.path.dirname(saved) == os.path.realpath(folder) for saved in self._saved)
+
+    def asked(self, folder: str) -> Series | None:
+        """What was asked for last of a folder of checkpoints, None if this process never did."""
+        with self._lock:
+            return self._asked.get(os.path.realpath(folder))
+
+    def ask(self, series: Series) -> None:
+        """Delete what is too many: now where nothing is in flight, else as soon as a save has settled. Does not raise.
+
+        A later wish for the same folder takes the place of an earlier one.
+        """
+        with self._lock:
+            self._wanted[series.folder] = self._asked[series.folder] = series
+            if self._thread is not None:
+                return
+            if _in_flight():
+                self._thread = threading.Thread(target=self._work, name="datastates-rotation", daemon=True)
+                self._thread.start()
+                return
+        self._fulfil()
+
+    def finish(self, timeout: float | None = None) -> None:
+        """Wait until the saves in flight have settled and all wishes are fulfilled.
+
+        Raises:
+            WaitTimeoutError: not within ``timeout`` seconds.
+        """
+        deadline = Deadline(timeout)
+        thread = self._thread
+        for saver in open_savers() if thread is not None else ():
+            saver.settle(deadline.left())
+        if thread is not None:
+            thread.join(deadline.left())
+            if thread.is_alive():
+                raise WaitTimeoutError(f"old checkpoints are not deleted within {timeout} s")
+
+    def _work(self) -> None:
+        while True:
+            futures = [future for _, future in _in_flight()]
+            concurrent.futures.wait(futures, return_when=concurrent.futures.FIRST_COMPLETED)
+            self._fulfil()
+            with self._lock:
+                if not _in_flight():
+                    self._thread = None
+                    break
+        self._fulfil()  # what was asked for meanwhile
+
+    def _fulfil(self) -> None:
+        with self._deleting:
+            with self._lock:
+                wanted, order = list(self._wanted.values()), dict(self._saved)
+            for series in wanted:
+                was_busy = _is_busy(series.folder)  # what settles from here on needs another look
+                try:
+                    self._rotate(series, order)
+                except (DataStatesError, OSError) as error:
+                    logger.warning("%s: old checkpoints stay, they cannot be deleted: %s", series.folder, error)
+                with self._lock:
+                    if not was_busy and self._wanted.get(series.folder) is series:
+                        del self._wanted[series.folder]
+
+    def _rotate(self, series: Series, order: dict[str, int]) -> None:
+        """Delete what is too many among the checkpoints that have settled."""
+        busy = [path for path, _ in _in_flight()]
+        numbers = series.numbers()
+        ranked = sorted(numbers, key=lambda path: (order.get(path, 0), numbers[path]))
+        settled = [path for path in ranked if not any(_is_inside(other, path) for other in busy)]
+        complete = [path for path in settled if is_complete(path)]
+        if numbers:
+            finish_removals(series.folder)
+        if not complete:
+            return
+        youngest = complete[-1]
+        keep = {youngest, *(path for path in complete if path in series.protected)}
+        for path in reversed(complete):
+            if len(keep) < series.limit:
+                keep.add(path)
+        lost = [path for path in settled[: settled.index(youngest)] if path not in complete]
+        doomed = [path for path in (*lost, *complete) if path not in keep and path not in series.protected]
+        if doomed:
+            _make_durable(youngest)
+        for path in doomed:
+            logger.info("%s: deleted, %s is complete", path, youngest)
+            remove_folder(path)
+
+
+def set_aside(path: str) -> str:
+    """Rename the folder of a checkpoint that was never completed, so that nobody takes it for one.
+
+    Returns:
+        Its new path: ``incomplete-`` and the old name.
+
+    Raises:
+        StorageError: it cannot be renamed.
+    """
+    parent, name = os.path.split(os.path.realpath(path))
+    number = 1
+    while True:
+        target = os.path.join(parent, f"incomplete-{name}" + (f"-{number}" if number > 1 else ""))
+        if not os.path.lexists(target):
+            break
+        number += 1
+    with storage_errors("rename", path):
+        patiently(os.rename, path, target)
+        fsync_directory(parent)
+    return target
+
+
+def _in_flight() -> list[tuple[str, concurrent.futures.Future[CommitResult]]]:
+    """Path and future of every save of this process that has not settled."""
+    return [(attempt.path, attempt.committed) for saver in open_savers() for attempt in saver.unsettled]
+
+
+def _is_busy(folder: str) -> bool:
+    return any(_is_inside(path, folder) for path, _ in _in_flight())
+
+
+def _is_inside(path: str, folder: str) -> bool:
+    return path == folder or path.startswith(folder + os.sep)
+
+
+def _make_durable(folder: str) -> None:
+    """Make the framework's own small files beside ours durable, before an older checkpoint goes for this one."""
+    with storage_errors("make durable", folder):
+        with os.scandir(folder) as entries:
+            paths = [entry.path for entry in entries if entry.is_file(follow_symlinks=False)]
+        for path in paths:
+            descriptor = patiently(os.open, path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        fsync_directory(folder)
+
+
+def _finish_at_exit() -> None:
+    try:
+        ROTATION.finish(EXIT_SECONDS)
+    except DataStatesError as error:
+        logger.warning("old checkpoints stay, although younger ones may be complete: %s", error)
+
+
+ROTATION = Rotation()
+"""The one of this process."""
+
+atexit.register(_finish_at_exit)
