@@ -1,23 +1,24 @@
 """Records of what a save did and when: numbers for machines, beside the log that is for people.
 
 A record is one flat dictionary. Every record has ``event`` (its name), ``rank``, ``begin`` and ``end``:
-seconds of ``CLOCK_MONOTONIC``, comparable between processes of one host, of no meaning across hosts. The
-other keys depend on the event; lengths end in ``nbytes``, durations in ``_seconds``.
+seconds of ``CLOCK_MONOTONIC``, comparable between processes of one host, of no meaning across hosts. All but ``fence``
+have ``attempt``, which is the same for all files and ranks of one checkpoint, and ``path``: the file, or the
+checkpoint's folder. The other keys depend on the event; lengths end in ``nbytes``, durations in ``_seconds``.
 
-=================  =====================================================================================
-event              what happened between ``begin`` and ``end``; further keys
-=================  =====================================================================================
-``save``           the call of ``save()``: ``path``, ``nbytes``, ``eager_nbytes``
-``save_checkpoint``  DeepSpeed's whole ``save_checkpoint``: ``attempt``, ``path``
-``fence``          an optimizer step (or ``wait()``) was held back for copies: ``num_files``
-``stage``          one slab was filled: ``path``, ``index``, ``nbytes``
-``flush``          one slab was written: ``path``, ``index``, ``nbytes``
-``staged``         from ``save()`` to the last copy of one file: ``path``, ``nbytes``
-``durable``        from ``save()`` until one file was durable: ``path``, ``nbytes``
-``committed``      from the first ``save()`` of a checkpoint until it was committed: ``attempt``, ``path``, ``nbytes``
-``failed``         a file or a checkpoint was lost: ``path``, ``error``
-``skipped``        a save was not made, or dropped, as ``when_busy`` asks: ``path``, ``error``
-=================  =====================================================================================
+===================  =====================================================================================
+event                what happened between ``begin`` and ``end``; further keys
+===================  =====================================================================================
+``save``             the call of ``save()`` for one file: ``nbytes``, ``eager_nbytes``
+``save_checkpoint``  DeepSpeed's whole ``save_checkpoint``
+``fence``            an optimizer step (or ``wait()``) was held back for copies: ``num_files``
+``stage``            one slab was filled: ``index``, ``nbytes``
+``flush``            one slab was written: ``index``, ``nbytes``
+``staged``           from ``save()`` to the last copy of one file: ``nbytes``
+``durable``          from ``save()`` until one file was durable: ``nbytes``
+``committed``        from the first ``save()`` of a checkpoint (or of a file alone) until it was visible: ``nbytes``
+``failed``           a file or a checkpoint was lost: ``error``
+``skipped``          a save was not made, or dropped, as ``when_busy`` asks: ``error``
+===================  =====================================================================================
 """
 
 from __future__ import annotations

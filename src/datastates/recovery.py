@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import time
 from collections.abc import Sequence
 from enum import Enum
 
@@ -20,13 +21,20 @@ from datastates.manifest import (
     ABORTED_NAME,
     LATEST_NAME,
     METADATA_NAME,
+    CommitRecord,
     Manifest,
     attempt_directory,
     read_commit,
 )
 from datastates.partial_names import partial_attempt, partial_path
+from datastates.removal import finish_removals
 from datastates.storage import size_of, temporary_path
 from datastates.system_calls import storage_errors
+
+RECOVERY_SECONDS = 10.0
+"""So long a load waits for another process that is completing the same commit."""
+
+_POLL_SECONDS = 0.05
 
 
 class Recovery(Enum):
@@ -82,12 +90,31 @@ def recover(directory: str) -> Recovery:
     return Recovery.CLEANED if removed and result is Recovery.NOTHING_TO_DO else result
 
 
+def committed_record(directory: str) -> CommitRecord | None:
+    """The commit record, after completing an interrupted commit; waits while another process does so.
+
+    None where the directory holds no complete checkpoint.
+
+    Raises:
+        StorageError: the file system refuses.
+        CorruptCheckpointError: there is something else in the record's place.
+    """
+    deadline = time.monotonic() + RECOVERY_SECONDS
+    while (record := read_commit(directory)) is None:
+        found = recover(directory)
+        if found is not Recovery.OWNED or time.monotonic() > deadline:
+            return read_commit(directory)
+        time.sleep(_POLL_SECONDS)
+    return record
+
+
 def clean_leftovers(save_directory: str) -> list[str]:
     """Recover every checkpoint directory directly below `save_directory`; final files are never touched.
 
     Directories in which nothing but our own records would be left are removed: to a person they look like checkpoints.
     A directory whose job died before it had asked for a commit holds partial files and no record: those files are
-    removed, too, unless their owner lives; so is what would have become ``latest``.
+    removed, too, unless their owner lives; so is what would have become ``latest``, and what is left of a checkpoint
+    whose removal was cut.
 
     Returns:
         The directories in which something was finished or removed.
@@ -96,7 +123,7 @@ def clean_leftovers(save_directory: str) -> list[str]:
         StorageError: the file system refuses.
         CorruptCheckpointError: a commit record is damaged; directories that come later were not looked at.
     """
-    changed = []
+    changed = finish_removals(save_directory)
     with storage_errors("clean", save_directory):
         remove_orphan(temporary_path(os.path.join(save_directory, LATEST_NAME)))
         names = sorted(os.listdir(save_directory))

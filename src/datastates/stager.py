@@ -201,8 +201,10 @@ class Stager(Generic[FileT]):
             if isinstance(source, torch.Tensor):
                 copier = devices.setdefault(source.device, self.copier(source.device))
                 copier.copy(piece, memory[piece.slab_begin : end], job.ready[source.device])
-            else:
+            elif isinstance(source, (bytes, bytearray, memoryview)):
                 _copy_literal(pointer, piece, source)
+            else:
+                source.read_into(piece.segment_begin, _view(pointer + piece.slab_begin, piece.nbytes))
         _zero(pointer, end, plan.nbytes)
         marks = {device: copier.mark() for device, copier in devices.items()}
         issued = {device: mark for device, mark in marks.items() if mark is not None}
@@ -238,7 +240,7 @@ class Stager(Generic[FileT]):
             if job.check is not None:
                 for piece in plan.pieces:
                     job.check.note(piece, filled.slab.memory)
-            self._events.record("stage", filled.begin, now(), path=job.path, index=plan.index, nbytes=plan.nbytes)
+            self._events.record("stage", filled.begin, now(), **job.names, index=plan.index, nbytes=plan.nbytes)
             is_passed = True  # from here on the sink releases the slab, unless it refuses it
             self._sink.flush_slab(job.file, plan.index, filled.slab.offset, plan.nbytes)
         except Exception as error:  # noqa: BLE001 - this file is lost, the thread goes on with the others
@@ -247,7 +249,7 @@ class Stager(Generic[FileT]):
             self._lose(job, error)
             return
         if filled.is_last:
-            self._events.record("staged", job.begin, now(), path=job.path, nbytes=job.plan.nbytes)
+            self._events.record("staged", job.begin, now(), **job.names, nbytes=job.plan.nbytes)
             job.finish(None)
 
     def _lose(self, job: StagingJob[FileT], error: BaseException) -> None:
@@ -269,5 +271,8 @@ def _zero(pointer: int, begin: int, end: int) -> None:
 
 def _copy_literal(pointer: int, piece: Piece, source: bytes | bytearray | memoryview) -> None:
     part = memoryview(source).cast("B")[piece.segment_begin : piece.segment_begin + piece.nbytes]
-    target = (ctypes.c_char * piece.nbytes).from_address(pointer + piece.slab_begin)
-    memoryview(target).cast("B")[:] = part
+    _view(pointer + piece.slab_begin, piece.nbytes)[:] = part
+
+
+def _view(address: int, nbytes: int) -> memoryview:
+    return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")

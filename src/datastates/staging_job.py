@@ -30,15 +30,19 @@ class StagingJob(Generic[FileT]):
         issued: set when all copies have been issued, host copies being complete then.
         marks: the last copies issued on each device.
         ready: per device, what the caller's stream had been given at ``save()``; the copies wait for it.
+        names: what records of it are found by.
         check: takes note of what was copied, None unless the sources are to be read again.
     """
 
-    def __init__(self, plan: FilePlan, file: FileT, path: str, check: SourceCheck | None = None) -> None:
+    def __init__(
+        self, plan: FilePlan, file: FileT, path: str, check: SourceCheck | None = None, attempt: str = ""
+    ) -> None:
         self.plan = plan
         self.file = file
         self.path = path
         self.check = check
         self.begin = now()
+        self.names = {"attempt": attempt, "path": path}
         self.staged: Future[None] = Future()
         self.staged.set_running_or_notify_cancel()  # nobody can call the work back
         self.issued = threading.Event()

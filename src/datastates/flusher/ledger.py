@@ -154,7 +154,7 @@ class Ledger:
         self.free(slab.cache_offset)
         if isinstance(message, Written):
             file.crcs[message.index] = message.crc32
-            fields = {"path": file.path, "index": message.index, "nbytes": slab.nbytes}
+            fields = {"attempt": file.attempt, "path": file.path, "index": message.index, "nbytes": slab.nbytes}
             self._deferred.append(lambda: self._events.record("flush", message.begin, message.end, **fields))
         self._prune(file)
 
@@ -164,7 +164,7 @@ class Ledger:
         file.has_ended = file.is_durable = True
         record = file.record()
         self._prune(file)
-        self._record("durable", file.begin, path=file.path, nbytes=file.nbytes)
+        self._record("durable", file.begin, attempt=file.attempt, path=file.path, nbytes=file.nbytes)
         self._deferred.append(lambda: file.durable.set_result(record))
 
     def _take_settled(self, message: Settled) -> None:
@@ -220,7 +220,7 @@ class Ledger:
     def _lose(self, file: FlushFile, error: Exception) -> None:
         if file.error is None:
             file.lose(error, self._deferred.append)
-            self._record("failed", file.begin, path=file.path, error=str(error))
+            self._record("failed", file.begin, attempt=file.attempt, path=file.path, error=str(error))
 
     def _prune(self, file: FlushFile) -> None:
         """Forget a file about which no answer can come any more."""
