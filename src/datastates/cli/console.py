@@ -1,0 +1,102 @@
+"""What the commands print with: people's text with colours on a terminal only, JSON for machines, progress."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import click
+from rich.cells import cell_len
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.text import Text
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_MINUTE, _HOUR, _DAY = 60, 3600, 86400
+
+
+def json_option(function: Function) -> Function:
+    """Add ``--json`` to a command, as the argument ``as_json``."""
+    return click.option("--json", "as_json", is_flag=True, help="Print JSON for machines.")(function)
+
+
+def print_rows(rows: Sequence[Sequence[str | Text]]) -> None:
+    """Print rows in aligned columns on standard output: never cut, with colours on a terminal only.
+
+    Where a cell of the last column has several lines, the further ones stand below the first.
+    """
+    console = Console(highlight=False, soft_wrap=True)
+    cells = [[Text(cell) if isinstance(cell, str) else cell for cell in row] for row in rows]
+    widths = [max((cell_len(cell.plain) for cell in column), default=0) for column in zip(*cells, strict=True)]
+    indent = sum(width + 2 for width in widths[:-1])
+    for row in cells:
+        line = Text()
+        for cell, width in zip(row[:-1], widths, strict=False):
+            line.append_text(cell)
+            line.append(" " * (width - cell_len(cell.plain) + 2))
+        for number, part in enumerate(row[-1].split("\n")):
+            line.append(" " * indent if number else "")
+            line.append_text(part)
+            line.rstrip()
+            console.print(line)
+            line = Text()
+
+
+def print_json(value: object) -> None:
+    """Print a value as indented JSON."""
+    click.echo(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+@contextmanager
+def byte_progress(description: str, total: int, *, quiet: bool = False) -> Iterator[Callable[[int], None]]:
+    """A bar on standard error with rate and time left; nothing where that is no terminal.
+
+    Args:
+        description: what is being done.
+        total: bytes in all.
+        quiet: show nothing at all.
+
+    Yields:
+        To be called with the number of bytes done since the last call, by any thread.
+    """
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    target = Console(stderr=True)
+    with Progress(*columns, console=target, transient=True, disable=quiet or not target.is_terminal) as progress:
+        task = progress.add_task(description, total=total)
+
+        def advance(nbytes: int) -> None:
+            progress.advance(task, nbytes)
+
+        yield advance
+
+
+def size_text(nbytes: float) -> str:
+    """A number of bytes for people: ``1.5 GiB``."""
+    value = float(nbytes)
+    for unit in _UNITS[:-1]:
+        if abs(value) < 1024:
+            return f"{_short(value)} {unit}"
+        value /= 1024
+    return f"{_short(value)} {_UNITS[-1]}"
+
+
+def duration_text(seconds: float) -> str:
+    """A span of time for people, in its largest unit: ``3 min``."""
+    for unit_seconds, unit in ((_DAY, "d"), (_HOUR, "h"), (_MINUTE, "min")):
+        if abs(seconds) >= unit_seconds:
+            return f"{_short(seconds / unit_seconds)} {unit}"
+    return f"{seconds * 1000:.3g} ms" if 0 < abs(seconds) < 1 else f"{_short(seconds)} s"
+
+
+def _short(value: float) -> str:
+    return f"{value:.1f}".removesuffix(".0")

@@ -1,0 +1,78 @@
+"""``datastates stats``: how long the saves of a run blocked it, and when they were durable."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import click
+from rich.text import Text
+
+from datastates.cli.console import duration_text, json_option, print_json, print_rows, size_text
+from datastates.save_records import SaveRecord, read_records, saves_of, summary_of
+
+_HEADER = ("begun", "size", "ranks", "blocked", "held back", "staged", "durable", "committed", "rate", "checkpoint")
+
+
+@click.command()
+@click.argument("records", type=click.Path())
+@click.option("--last", type=click.IntRange(1), metavar="N", help="The last N saves only.")
+@json_option
+def command(records: str, last: int | None, as_json: bool) -> None:
+    """Show what the records of a run say about its saves.
+
+    RECORDS is the folder that events_dir names in the section datastates_ckpt, or one file of it. Times count from the
+    begin of a save and are those of its slowest rank: blocked (the call of save), held back (optimizer steps that
+    waited for copies), staged (all copied), durable (all on the device), committed (visible as a whole).
+    """
+    saves = saves_of(read_records(records))[-last if last else 0 :]
+    summary = summary_of(saves)
+    if as_json:
+        print_json({"summary": summary, "saves": [_plain(save) for save in saves]})
+        return
+    origin = saves[0].begin if saves else 0.0
+    print_rows([_HEADER, *(_row(save, origin) for save in saves)])
+    click.echo()
+    click.echo(_sentence(summary))
+
+
+def _plain(save: SaveRecord) -> dict[str, Any]:
+    return asdict(save) | {"ranks": sorted(save.ranks), "nbytes_per_second": save.nbytes_per_second}
+
+
+def _row(save: SaveRecord, origin: float) -> list[str | Text]:
+    return [
+        f"+{duration_text(save.begin - origin)}",
+        size_text(save.nbytes),
+        str(len(save.ranks)),
+        duration_text(save.blocked_seconds),
+        duration_text(save.fenced_seconds),
+        _time(save.staged_seconds),
+        _time(save.durable_seconds),
+        _time(save.committed_seconds),
+        _rate(save.nbytes_per_second),
+        Text(f"{save.path}\n{save.failure}", style="red") if save.failure else save.path,
+    ]
+
+
+def _time(seconds: float | None) -> str:
+    return "-" if seconds is None else duration_text(seconds)
+
+
+def _rate(nbytes_per_second: float | None) -> str:
+    return "-" if nbytes_per_second is None else f"{size_text(nbytes_per_second)}/s"
+
+
+def _sentence(summary: dict[str, Any]) -> str:
+    text = f"{summary['num_saves']} saves, {summary['num_committed']} committed, {summary['num_lost']} lost or skipped"
+    if not summary["num_committed"]:
+        return text
+    text += f"; medians: {size_text(summary['nbytes'])}, blocked {duration_text(summary['blocked_seconds'])}"
+    text += f", held back {duration_text(summary['fenced_seconds'])}, durable after {_time(summary['durable_seconds'])}"
+    interval, durable = summary["interval_seconds"], summary["durable_seconds"]
+    if interval is not None and durable is not None and interval < durable:
+        text += (
+            f". Saves are begun every {duration_text(interval)}, faster than they are durable: save less often, "
+            "or see `datastates doctor --directory` for what the disk can do"
+        )
+    return text

@@ -1,0 +1,200 @@
+"""What differs between two checkpoints, or two files: names, shapes, dtypes, values.
+
+Read part by part, so that checkpoints larger than memory can be compared; nothing of the files is run.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+from datastates.contents.listing import FileListing, TensorRecord, list_file
+from datastates.fqns import join
+from datastates.reader import load
+from datastates.state import children
+
+PART_BYTES = 256 << 20
+"""Tensors are loaded in parts of this size, or one at a time where one is larger."""
+
+_BLOCK_ELEMENTS = 1 << 22  # compared as float64, 32 MiB at a time
+
+Progress = Callable[[int], object]
+
+
+class Kind(Enum):
+    """How something differs."""
+
+    REMOVED = "removed"
+    ADDED = "added"
+    RESHAPED = "reshaped"
+    RETYPED = "retyped"
+    CHANGED = "changed"
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One thing that differs.
+
+    Attributes:
+        file: name of the file in the checkpoints; empty where two files were compared.
+        fqn: the tensor or value; empty where a whole file was added or removed.
+        old: what it was: dtype and shape, or the value; empty where it was added.
+        new: what it is; empty where it was removed.
+        num_changed: elements that differ, of ``num_elements``.
+        max_difference: largest absolute difference of numbers; NaN where a NaN took the place of a number or gave way
+            to one, None where values were not compared.
+        mean_difference: mean absolute difference over all elements.
+    """
+
+    kind: Kind
+    file: str
+    fqn: str
+    old: str = ""
+    new: str = ""
+    num_changed: int = 0
+    num_elements: int = 0
+    max_difference: float | None = None
+    mean_difference: float | None = None
+
+
+def differences_of(
+    old: Mapping[str, str], new: Mapping[str, str], progress: Progress | None = None
+) -> Iterator[Difference]:
+    """Compare files by name.
+
+    Args:
+        old: path of each file by its name in the checkpoint.
+        new: likewise; the same names are compared with each other.
+        progress: called with the number of bytes compared since the last call.
+
+    Raises:
+        CheckpointNotFoundError: a file is missing.
+        CorruptCheckpointError: a file is damaged: all that is compared is checked.
+        pickle.UnpicklingError: a file has a form that cannot be listed.
+    """
+    for name in sorted(old.keys() | new.keys()):
+        if name not in new:
+            yield Difference(Kind.REMOVED, name, "", f"{os.path.getsize(old[name])} bytes")
+        elif name not in old:
+            yield Difference(Kind.ADDED, name, "", "", f"{os.path.getsize(new[name])} bytes")
+        else:
+            yield from _of_files(old[name], new[name], name, progress)
+
+
+def _of_files(old_path: str, new_path: str, name: str, progress: Progress | None) -> Iterator[Difference]:
+    old, new = list_file(old_path), list_file(new_path)
+    yield from _of_values(old, new, name)
+    before, after = ({tensor.fqn: tensor for tensor in listing.tensors} for listing in (old, new))
+    for fqn in sorted(before.keys() - after.keys()):
+        yield Difference(Kind.REMOVED, name, fqn, _form(before[fqn]))
+    for fqn in sorted(after.keys() - before.keys()):
+        yield Difference(Kind.ADDED, name, fqn, "", _form(after[fqn]))
+    alike = []
+    for fqn in sorted(before.keys() & after.keys()):
+        if before[fqn].shape != after[fqn].shape:
+            yield Difference(Kind.RESHAPED, name, fqn, _form(before[fqn]), _form(after[fqn]))
+        else:
+            alike.append(before[fqn])
+    for part in _parts(alike):
+        names = [tensor.fqn for tensor in part]
+        left, right = (_tensors(path, names) for path in (old_path, new_path))
+        for record in part:
+            found = _of_tensors(left[record.fqn], right[record.fqn], name, record, after[record.fqn])
+            if found is not None:
+                yield found
+        if progress is not None:
+            progress(sum(tensor.nbytes for tensor in part))
+
+
+def _of_values(old: FileListing, new: FileListing, name: str) -> Iterator[Difference]:
+    before = {value.fqn: f"{value.class_name} {value.text}".strip() for value in old.values}
+    after = {value.fqn: f"{value.class_name} {value.text}".strip() for value in new.values}
+    for fqn in sorted(before.keys() | after.keys()):
+        left, right = before.get(fqn), after.get(fqn)
+        if left is None:
+            yield Difference(Kind.ADDED, name, fqn, "", right or "")
+        elif right is None:
+            yield Difference(Kind.REMOVED, name, fqn, left)
+        elif left != right:
+            yield Difference(Kind.CHANGED, name, fqn, left, right)
+
+
+def _form(tensor: TensorRecord) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)}"
+
+
+def _parts(tensors: Sequence[TensorRecord]) -> Iterator[list[TensorRecord]]:
+    part: list[TensorRecord] = []
+    nbytes = 0
+    for tensor in sorted(tensors, key=lambda tensor: tensor.offset):
+        if part and nbytes + tensor.nbytes > PART_BYTES:
+            yield part
+            part, nbytes = [], 0
+        part.append(tensor)
+        nbytes += tensor.nbytes
+    if part:
+        yield part
+
+
+def _tensors(path: str, names: list[str]) -> dict[str, torch.Tensor]:
+    return dict(_named(load(path, "cpu", keys=names), "", frozenset()))
+
+
+def _named(node: object, prefix: str, above: frozenset[int]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each tensor under each of its names."""
+    if isinstance(node, torch.Tensor):
+        yield prefix, node.detach()
+    elif id(node) not in above:
+        for key, child in children(node):
+            yield from _named(child, join(prefix, key), above | {id(node)})
+
+
+def _of_tensors(
+    left: torch.Tensor, right: torch.Tensor, name: str, old: TensorRecord, new: TensorRecord
+) -> Difference | None:
+    """Compare element by element, to the last bit where the dtypes are the same."""
+    changed, total, distances = 0, 0.0, [0.0]
+    a, b = left.reshape(-1), right.reshape(-1)
+    for begin in range(0, a.numel(), _BLOCK_ELEMENTS):
+        one, other = a[begin : begin + _BLOCK_ELEMENTS], b[begin : begin + _BLOCK_ELEMENTS]
+        count = _num_changed(one, other)
+        if count:
+            maximum, summed = _distance(one, other)
+            changed, total = changed + count, total + summed
+            distances.append(maximum)
+    is_retyped = left.dtype is not right.dtype
+    if not changed and not is_retyped:
+        return None
+    largest = math.nan if any(map(math.isnan, distances)) else max(distances)
+    kind = Kind.RETYPED if is_retyped else Kind.CHANGED
+    mean = total / max(a.numel(), 1)
+    return Difference(kind, name, old.fqn, _form(old), _form(new), changed, a.numel(), largest, mean)
+
+
+def _num_changed(one: torch.Tensor, other: torch.Tensor) -> int:
+    if one.dtype is not other.dtype:
+        a, b = _wide(one, other)
+        return int((~((a == b) | (a.isnan() & b.isnan()))).sum())
+    a, b = (tensor.contiguous().view(torch.uint8) for tensor in (one, other))
+    if torch.equal(a, b):
+        return 0
+    return int((a != b).view(-1, one.itemsize).any(dim=1).sum())
+
+
+def _distance(one: torch.Tensor, other: torch.Tensor) -> tuple[float, float]:
+    """The largest difference (NaN where one side alone has one), and the sum of the finite ones."""
+    a, b = _wide(one, other)
+    nan_a, nan_b = a.isnan(), b.isnan()
+    distance = (a - b).abs().masked_fill((a == b) | (nan_a & nan_b), 0.0)
+    maximum = math.nan if bool((nan_a ^ nan_b).any()) else float(distance.max())
+    return maximum, float(distance.masked_fill(~distance.isfinite(), 0.0).sum())
+
+
+def _wide(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    wide = torch.complex128 if one.is_complex() or other.is_complex() else torch.float64
+    return one.resolve_conj().to(wide), other.resolve_conj().to(wide)
