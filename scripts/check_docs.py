@@ -1,6 +1,6 @@
 """Checks that the documents tell the truth about the repository: links, paths, commands and examples in them are alive.
 
-For every Markdown file of the repository: relative links and their anchors exist, paths in `code` exist, ``make``
+For every Markdown file of the repository: relative links and their anchors exist, paths in `code` exist, with the function behind ``::``, ``make``
 targets and scripts in shell blocks exist, Python blocks compile, JSON blocks parse. Nothing is fetched or run.
 Prints each finding as ``file:line: what is wrong`` and ends with 1 when there is one.
 """
@@ -17,7 +17,7 @@ from pathlib import Path
 FOLDERS = ("src", "tests", "docs", "examples", "benchmarks", "scripts")
 
 _LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)(?:\s+\"[^\"]*\")?\)")
-_CODE_PATH = re.compile(rf"`((?:{'|'.join(FOLDERS)})/[\w./-]*)`")
+_CODE_PATH = re.compile(rf"`((?:{'|'.join(FOLDERS)})/[\w./-]*)(?:::(\w+))?`")
 _FENCE = re.compile(r"^(```+)\s*(\w*)[^\n]*\n(.*?)^\1\s*$", re.MULTILINE | re.DOTALL)
 _MAKE = re.compile(r"^\s*(?:\$ )?(?:\w+=\S+ )*make( .*)?$", re.MULTILINE)
 _SCRIPT = re.compile(rf"(?:^|\s)((?:{'|'.join(FOLDERS)})/[\w./-]+\.py|scripts/\w+)(?=\s|$)", re.MULTILINE)
@@ -37,11 +37,20 @@ def problems(path: Path, root: Path) -> Iterator[str]:
         if wrong := _wrong_link(found[1], path):
             yield f"{name}:{_line(prose, found.start())}: {wrong}"
     for found in _CODE_PATH.finditer(prose):
-        if not (root / found[1]).exists():
-            yield f"{name}:{_line(prose, found.start())}: `{found[1]}` does not exist"
+        if wrong := _wrong_path(found[1], found[2], root):
+            yield f"{name}:{_line(prose, found.start())}: {wrong}"
     for block in _FENCE.finditer(text):
         for wrong in _wrong_block(block[2], block[3], root):
             yield f"{name}:{_line(text, block.start())}: {wrong}"
+
+
+def _wrong_path(path: str, function: str | None, root: Path) -> str:
+    """A path must exist; a function behind ``::`` (a test) must be defined there."""
+    if not (root / path).exists():
+        return f"`{path}` does not exist"
+    if function and not re.search(rf"^\s*def {function}\(", (root / path).read_text("utf-8"), re.MULTILINE):
+        return f"`{path}` has no function {function}"
+    return ""
 
 
 def _wrong_link(target: str, path: Path) -> str:

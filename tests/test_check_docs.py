@@ -14,7 +14,7 @@ spec.loader.exec_module(check_docs)
 
 GOOD = """# A title: with, marks
 [there](docs/other.md) [anchor](docs/other.md#two-words) [here](#a-title-with-marks) [web](https://example.org/x)
-`src/package/` and `scripts/run`, but not `src` or `nothing/at/all`
+`src/package/` and `scripts/run` and `src/package/a.py::test_it`, but not `src` or `nothing/at/all`
 
 ```sh
 make test ARGS="-k x y"
@@ -43,7 +43,7 @@ def repository(tmp_path):
         "Makefile": "VENV ?= .venv\nX := 1\ntest: x\n\ttrue\nlint:\n\ttrue\n",
         "README.md": GOOD,
         "docs/other.md": "# One\n\n## Two words\n",
-        "src/package/a.py": "",
+        "src/package/a.py": "class A:\n    def test_it(self):\n        pass\n",
         "scripts/run": "",
         "examples/train.py": "",
         ".venv/lib/README.md": "[dead](x.md)",
@@ -67,6 +67,7 @@ def test_a_living_document_passes(repository, capsys):
         ("[x](other.md#three)", "1: the link other.md#three leads to no heading"),
         ("[x](#nowhere)", "1: the link #nowhere leads to no heading"),
         ("see\n\n`src/package/gone.py`", "3: `src/package/gone.py` does not exist"),
+        ("`src/package/a.py::test_gone`", "1: `src/package/a.py` has no function test_gone"),
         ("```sh\nmake everything\n```", "1: make has no target everything"),
         ("```console\n$ make test gone\n```", "1: make has no target gone"),
         ("```bash\nscripts/gone --x\n```", "1: the command uses scripts/gone, which does not exist"),
