@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import datetime
 import json
 import math
+import os
 
+import numpy
 import pytest
 import safetensors.torch
 import torch
@@ -123,3 +127,58 @@ def test_files_of_others_and_of_two_formats(tmp_path):
 
 def test_kinds_are_words():
     assert [kind.value for kind in Kind] == ["removed", "added", "reshaped", "retyped", "changed"]
+
+
+class Odd:
+    def __init__(self, number, tensor):
+        self.number, self.tensor, self.itself = number, tensor, self
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("x" * 200 + "a", "x" * 200 + "b"),
+        (b"x" * 200 + b"a", b"x" * 200 + b"b"),
+        (10**9000, 10**9000 + 1),
+        (numpy.arange(3), numpy.arange(1, 4)),
+        (numpy.arange(50_000), numpy.arange(50_000) + 1),
+        (numpy.float32(1), numpy.float32(2)),
+        (datetime.date(2020, 1, 1), datetime.date(2020, 1, 2)),
+        ({"a", "b"}, {"a", "c"}),
+        (bytearray(b"a"), bytearray(b"b")),
+        (torch.nn.Linear(1, 1).requires_grad_(False), torch.nn.Linear(1, 1).requires_grad_(False)),
+        (torch.eye(3).to_sparse(), (2 * torch.eye(3)).to_sparse()),
+        (Odd(1, torch.ones(3)), Odd(2, torch.ones(3))),
+        (Odd(1, torch.ones(3)), Odd(1, torch.zeros(3))),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_values_differ_wherever_their_content_does(tmp_path, old, new, suffix):
+    (found,) = compare(
+        tmp_path, {"a": {"value": old}, "t": torch.ones(1)}, {"a": {"value": new}, "t": torch.ones(1)}, suffix
+    )
+    assert (found.kind, found.fqn) == (Kind.CHANGED, "a.value")
+    assert (
+        compare(tmp_path, {"more": torch.ones(2), "v": old}, {"more": torch.ones(2), "v": copy.deepcopy(old)}, suffix)
+        == []
+    )
+
+
+def test_sets_have_no_order(tmp_path, run_script):
+    code = "import sys, torch\ntorch.save({'s': {'a', 'b', 'c', 'd', 'e', 'f'}}, sys.argv[1])"
+    paths = [str(tmp_path / f"{seed}.pt") for seed in range(4)]
+    for seed, path in enumerate(paths):
+        run_script(code, path, env={**os.environ, "PYTHONHASHSEED": str(seed)})
+    assert all(list(differences_of({"": paths[0]}, {"": path})) == [] for path in paths[1:])
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+def test_names_that_are_there_twice(tmp_path, suffix):
+    old = {1: torch.ones(3), "1": torch.ones(3), "a.b": 1, "a": {"b": 2}}
+    new = {1: torch.zeros(3), "1": torch.ones(3), "a.b": 3, "a": {"b": 2}}
+    assert [(one.fqn, one.kind.value) for one in compare(tmp_path, old, new, suffix)] == [
+        ("a.b", "changed"),
+        ("1", "changed"),
+    ]
+    assert compare(tmp_path, old, old, suffix) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 
 import pytest
 import torch
@@ -67,3 +68,32 @@ def test_a_tag_that_is_not_there_is_an_error(run):
     assert result.exit_code != 0
     assert "step7" in result.stderr
     assert len(os.listdir(run)) == 7
+
+
+def test_what_is_damaged_neither_counts_nor_goes(run):
+    (run / "step100" / "a.pt").unlink()
+    (run / "latest").unlink()
+    assert json.loads(prune(run, "--keep-last", 1, "--json"))["would_remove"] == [str(run / "step9"), str(run / "step10")]
+
+
+def test_links_neither_count_nor_go_and_what_they_point_to_stays(run, tmp_path):
+    (run / "latest").unlink()
+    (run / "best").symlink_to("step10")
+    (run / "newest").symlink_to(run / "step100")
+    (run / "loop").symlink_to("loop")
+    (run / "elsewhere").symlink_to(tmp_path)
+    assert json.loads(prune(run, "--keep-last", 2, "--yes", "--json"))["removed"] == [str(run / "step9")]
+    assert {"best", "newest", "step10", "step20", "step100"} <= set(os.listdir(run))
+
+
+def test_each_run_is_a_series_of_its_own(run, tmp_path):
+    shutil.copytree(run, tmp_path / "later")
+    for step in (9, 10, 20, 100):
+        (tmp_path / "later" / f"step{step}").rename(tmp_path / "later" / f"copy{step}")
+    doomed = json.loads(prune(tmp_path, "--keep-last", 2, "--json"))["would_remove"]
+    assert sorted(os.path.relpath(path, tmp_path) for path in doomed) == [
+        "later/copy10",
+        "later/copy9",
+        "run/step10",
+        "run/step9",
+    ]

@@ -8,18 +8,27 @@ from dataclasses import asdict
 import click
 
 from datastates.bench import BenchResult, bench
-from datastates.cli.console import byte_progress, duration_text, json_option, print_json, print_rows, size_text
+from datastates.cli.console import (
+    MAX_GIB,
+    Amount,
+    byte_progress,
+    duration_text,
+    json_option,
+    print_json,
+    print_rows,
+    size_text,
+)
 from datastates.config import GIB
 
 
 @click.command()
 @click.argument("directory", type=click.Path())
-@click.option("--state-gb", type=click.FloatRange(0, min_open=True), default=1.0, show_default=True, help="Size, GiB.")
+@click.option("--state-gb", type=Amount(0, MAX_GIB, min_open=True), default=1.0, show_default=True, help="Size, GiB.")
 @click.option("--saves", type=click.IntRange(2), default=4, show_default=True, help="The first is not counted.")
 @click.option(
-    "--host-cache-gb", type=click.FloatRange(0, min_open=True), help="Host cache, GiB; by default the state fits."
+    "--host-cache-gb", type=Amount(0, MAX_GIB, min_open=True), help="Host cache, GiB; by default the state fits."
 )
-@click.option("--step-seconds", type=click.FloatRange(0, min_open=True), help="How long a training step takes.")
+@click.option("--step-seconds", type=Amount(0, min_open=True), help="How long a training step takes.")
 @json_option
 def command(
     directory: str, state_gb: float, saves: int, host_cache_gb: float | None, step_seconds: float | None, as_json: bool

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -16,6 +17,9 @@ from rich.text import Text
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+MAX_GIB = 1 << 20
+"""Sizes on the command line are at most a PiB; a larger one is a slip, or no number."""
+
 _MINUTE, _HOUR, _DAY = 60, 3600, 86400
 
 
@@ -27,10 +31,11 @@ def json_option(function: Function) -> Function:
 def print_rows(rows: Sequence[Sequence[str | Text]]) -> None:
     """Print rows in aligned columns on standard output: never cut, with colours on a terminal only.
 
-    Where a cell of the last column has several lines, the further ones stand below the first.
+    Where a cell of the last column has several lines, the further ones stand below the first. Control characters are
+    shown as `printable` does.
     """
     console = Console(highlight=False, soft_wrap=True)
-    cells = [[Text(cell) if isinstance(cell, str) else cell for cell in row] for row in rows]
+    cells = [[_cell(cell, lines=number == len(row) - 1) for number, cell in enumerate(row)] for row in rows]
     widths = [max((cell_len(cell.plain) for cell in column), default=0) for column in zip(*cells, strict=True)]
     indent = sum(width + 2 for width in widths[:-1])
     for row in cells:
@@ -46,9 +51,37 @@ def print_rows(rows: Sequence[Sequence[str | Text]]) -> None:
             line = Text()
 
 
+def printable(text: str, *, lines: bool = False) -> str:
+    """A text of others as it may go to a terminal: what is no printable character stands there as Python writes it.
+
+    Args:
+        text: may hold anything, names of files that are no UTF-8 included.
+        lines: leave the ends of lines as they are.
+    """
+    if text.isprintable():
+        return text
+    return "".join(one if one.isprintable() or (lines and one == "\n") else ascii(one)[1:-1] for one in text)
+
+
+def _cell(cell: str | Text, *, lines: bool) -> Text:
+    plain = cell if isinstance(cell, str) else cell.plain
+    shown = printable(plain, lines=lines)
+    return cell if isinstance(cell, Text) and shown == plain else Text(shown, cell.style if isinstance(cell, Text) else "")
+
+
+class Amount(click.FloatRange):
+    """A range of finite numbers: click's own lets NaN through."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is no amount", param, ctx)
+        return number
+
+
 def print_json(value: object) -> None:
-    """Print a value as indented JSON."""
-    click.echo(json.dumps(value, indent=2, ensure_ascii=False))
+    """Print a value as indented JSON, in ASCII: names of files need not be of any encoding."""
+    click.echo(json.dumps(value, indent=2))
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import click
 import torch
 from rich.console import Console
 
-from datastates.cli.console import byte_progress, duration_text, json_option, print_json, size_text
+from datastates.cli.console import byte_progress, duration_text, json_option, print_json, printable, size_text
 from datastates.conversion import (
     convert_to_distributed,
     convert_to_huggingface,
@@ -180,7 +180,7 @@ def command(
     if as_json:
         print_json(asdict(done))
     else:
-        click.echo(_summary(done))
+        click.echo(printable(_summary(done)))
 
 
 class _Bar:

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from datastates.catalog import CheckpointRecord
 from datastates.cli.checkpoints import checkpoints_below
-from datastates.cli.console import duration_text, json_option, print_json, print_rows, size_text
+from datastates.cli.console import duration_text, json_option, print_json, print_rows, printable, size_text
 
 _HEADER = ("", "step", "size", "ranks", "age", "checkpoint", "state")
 
@@ -37,7 +37,7 @@ def command(directory: str, as_json: bool) -> None:
             ]
         )
     else:
-        click.echo(f"{directory} holds no checkpoint of datastates", err=True)
+        click.echo(printable(f"{directory} holds no checkpoint of datastates"), err=True)
 
 
 def _row(record: CheckpointRecord, directory: str) -> list[str | Text]:

@@ -8,6 +8,7 @@ import importlib
 import click
 
 from datastates import __version__
+from datastates.cli.console import printable
 from datastates.cli.exit_codes import DEFECT, INTERRUPTED, exit_code_of, is_expected
 
 COMMANDS = {
@@ -64,7 +65,7 @@ class CommandGroup(click.Group):
 
 def tell(error: Exception) -> None:
     """Print an error on stderr as one line that says what to do."""
-    text = " ".join(str(error).split()) or type(error).__name__
+    text = printable(" ".join(str(error).split())) or type(error).__name__
     if not is_expected(error):
         text = f"{type(error).__name__}: {text} (exit code {DEFECT}: a defect of datastates; --debug shows where)"
     click.echo(f"datastates: {text}", err=True)

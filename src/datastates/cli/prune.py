@@ -8,7 +8,7 @@ import click
 
 from datastates.catalog import CheckpointRecord
 from datastates.cli.checkpoints import checkpoints_below
-from datastates.cli.console import json_option, print_json, print_rows, size_text
+from datastates.cli.console import json_option, print_json, print_rows, printable, size_text
 from datastates.errors import CheckpointNotFoundError
 from datastates.removal import remove_checkpoint
 from datastates.retention import RetentionPolicy, in_order
@@ -26,25 +26,52 @@ def command(
 ) -> None:
     """Show which checkpoints in DIRECTORY are not needed any more, and remove them with --yes.
 
-    Only complete checkpoints are counted and removed. What "latest" names stays, as does what is incomplete: a job may
-    be writing it, and what a dead job has left is removed by the next start. A checkpoint that is being removed is
-    there whole or not at all.
+    Only complete checkpoints are counted and removed. What "latest" names stays, as do what a link points to, what is
+    damaged, and what is incomplete: a job may be writing it, and what a dead job has left is removed by the next start.
+    Where DIRECTORY holds the folders of several runs, each is a series of its own. A checkpoint that is being removed
+    is there whole or not at all.
     """
-    records = [record for record in checkpoints_below(directory) if record.is_committed and record.is_complete]
+    found = [record for record in checkpoints_below(directory) if record.is_committed and record.is_complete]
+    records = [record for record in found if not _is_linked(record, directory)]
+    linked = {os.path.realpath(record.path) for record in found if _is_linked(record, directory)}
     unknown = set(keep) - {record.tag for record in records}
     if unknown:
         raise CheckpointNotFoundError(f"{directory}: no complete checkpoint is called {', '.join(sorted(unknown))}")
     policy = RetentionPolicy(keep_last=keep_last, keep_every=keep_every, pinned=frozenset(keep))
-    kept = policy.survivors(records)
-    doomed = [record for record in in_order(records) if record.tag not in kept and not record.is_latest]
+    doomed = [
+        record
+        for series in _by_folder(records)
+        for record in _doomed(policy, series)
+        if os.path.realpath(record.path) not in linked
+    ]
     for record in doomed if yes else ():
         remove_checkpoint(record.path)
         if not as_json:
-            click.echo(f"removed {os.path.relpath(record.path, directory)}, {size_text(record.nbytes)}")
+            click.echo(printable(f"removed {os.path.relpath(record.path, directory)}, {size_text(record.nbytes)}"))
     if as_json:
-        print_json({"kept": sorted(kept), "removed" if yes else "would_remove": [record.path for record in doomed]})
+        paths = [record.path for record in doomed]
+        kept = sorted({record.tag for record in records if record.path not in paths})
+        print_json({"kept": kept, "removed" if yes else "would_remove": paths})
     elif not yes:
         _print(records, doomed, directory)
+
+
+def _is_linked(record: CheckpointRecord, directory: str) -> bool:
+    """Whether a link in the folder leads to the checkpoint: it is at home elsewhere, or under another name."""
+    inside = os.path.relpath(record.path, os.path.abspath(directory))
+    return os.path.realpath(record.path) != os.path.normpath(os.path.join(os.path.realpath(directory), inside))
+
+
+def _by_folder(records: list[CheckpointRecord]) -> list[list[CheckpointRecord]]:
+    series: dict[str, list[CheckpointRecord]] = {}
+    for record in records:
+        series.setdefault(os.path.dirname(record.path), []).append(record)
+    return list(series.values())
+
+
+def _doomed(policy: RetentionPolicy, series: list[CheckpointRecord]) -> list[CheckpointRecord]:
+    kept = policy.survivors(series)
+    return [record for record in in_order(series) if record.tag not in kept and not record.is_latest]
 
 
 def _print(records: list[CheckpointRecord], doomed: list[CheckpointRecord], directory: str) -> None:

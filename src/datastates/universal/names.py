@@ -93,7 +93,7 @@ def checkpoint_folder(path: str) -> str:
     path = os.path.abspath(path)
     tag = read_latest(path)
     folder = path if tag is None else os.path.join(path, tag)
-    if not os.path.isdir(folder):
+    if tag == "" or not os.path.isdir(folder):
         where = f"{path} (its latest names {tag!r})" if tag is not None else path
         raise CheckpointNotFoundError(f"there is no checkpoint folder {where}")
     return folder

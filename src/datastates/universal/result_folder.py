@@ -92,8 +92,7 @@ class ResultFolder:
         self._check_free_place()
         with storage_errors("make durable", self.directory):
             _sync_filesystem(self._filesystem)
-            for name in (_JOURNAL_NAME, _LOCK_NAME):
-                os.unlink(os.path.join(self.directory, name))
+            os.unlink(os.path.join(self.directory, _JOURNAL_NAME))
             fsync_directory(self.directory)
         with storage_errors("publish", self.path):
             is_replaced = self._replace and os.path.lexists(self.path)
@@ -102,6 +101,9 @@ class ResultFolder:
             else:
                 patiently(os.rename, self.directory, self.path)
             self._is_begun = True
+            # not before: who waits for the lock would take what is finished for leftovers, and clear it away
+            os.unlink(os.path.join(self.path, _LOCK_NAME))
+            fsync_directory(self.path)
             fsync_directory(os.path.dirname(self.path))
             if is_replaced:
                 _remove(self.directory)

@@ -155,10 +155,8 @@ def _blocks(
         if view.dtype is source.dtype:
             yield from files.blocks(view)
             continue
-        count = BLOCK_BYTES // max(source.itemsize, view.itemsize)
-        flat = view.reshape(-1)
-        for begin in range(0, flat.numel(), count):
-            yield from files.blocks(flat[begin : begin + count].to(source.dtype))
+        for block in files.blocks(view):
+            yield from files.blocks(torch.frombuffer(block, dtype=torch.uint8).view(view.dtype).to(source.dtype))
 
 
 def _copy(path: str, sink: _Sink) -> None:

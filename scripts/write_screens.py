@@ -1,0 +1,144 @@
+"""Writes into docs/cli.md what the commands print, as text: of small checkpoints that it makes, and damages, itself.
+
+The block between ``<!-- screens -->`` and ``<!-- end of screens -->`` is replaced. ``--check`` writes nothing, and ends
+with 1 where the document is out of date. What differs from run to run is fixed: paths, ages, rates, and the records
+that ``stats`` reads, which are written by hand in the form of the library.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shlex
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import torch
+from click.testing import CliRunner
+
+from datastates import CheckpointEngine
+from datastates.cli import ls, main
+
+DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "cli.md"
+MODEL_NAME = "mp_rank_00_model_states.pt"
+STEPS = (100, 200, 300, 400)
+AGES = ("3.1 h", "2.1 h", "1.1 h", "3 min")
+
+_BLOCK = re.compile(r"^<!-- screens -->\n.*?^<!-- end of screens -->$", re.MULTILINE | re.DOTALL)
+_RATE = re.compile(r"[\d.]+ [KMGT]?i?B/s$", re.MULTILINE)
+_MIB = 1 << 20
+
+
+def updated(text: str) -> str:
+    """The document with the screens of today."""
+    if not _BLOCK.search(text):
+        raise ValueError(f"{DOCUMENT.name} has no block for screens")
+    block = f"<!-- screens -->\n{screens()}<!-- end of screens -->"
+    return _BLOCK.sub(lambda _: block, text)
+
+
+def screens() -> str:
+    """All screens, as Markdown."""
+    with tempfile.TemporaryDirectory(prefix="datastates-screens-") as folder, contextlib.chdir(folder):
+        save_checkpoints()
+        write_records()
+        return "\n".join(text for group in (sound(), damaged()) for text in group)
+
+
+def sound() -> Iterator[str]:
+    yield "A run has saved four checkpoints:\n"
+    yield screen("ls checkpoints")
+    yield "What is in one, without loading it; then what has changed since an older one, and how long the saves took:\n"
+    yield screen("show checkpoints/global_step300")
+    yield screen("diff checkpoints/global_step100 checkpoints/global_step300")
+    yield screen("stats events")
+
+
+def damaged() -> Iterator[str]:
+    """One byte of a tensor is flipped in one checkpoint, a file is lost in another."""
+    path = Path("checkpoints/global_step100", MODEL_NAME)
+    data = bytearray(path.read_bytes())
+    data[data.index(state(100)["module"]["layers.0.weight"].numpy().tobytes()) + 4711] ^= 0x10
+    path.write_bytes(data)
+    Path("checkpoints/global_step200/ema.safetensors").unlink()
+    yield "Now one byte is flipped in `global_step100`, and `global_step200` loses a file:\n"
+    yield screen("verify checkpoints/global_step300 checkpoints/global_step100")
+    yield screen("verify checkpoints/global_step200")
+    yield screen("ls checkpoints")
+    yield "Retention by hand shows first what it would do:\n"
+    yield screen("prune checkpoints --keep-last 1")
+    yield screen("prune checkpoints --keep-last 1 --yes")
+
+
+def screen(command: str) -> str:
+    """What a command prints, in a block of Markdown, with its exit code where that is not 0."""
+    ages = iter(AGES)
+    with mock.patch.object(ls, "duration_text", lambda _seconds: next(ages)):
+        done = CliRunner().invoke(main, shlex.split(command), prog_name="datastates")
+    if done.exit_code >= 70:
+        raise RuntimeError(f"datastates {command} failed: {done.output}")
+    output = _RATE.sub("1.9 GiB/s", done.output.replace(f"{Path.cwd()}{os.sep}", ""))
+    status = f"$ echo $?\n{done.exit_code}\n" if done.exit_code else ""
+    return f"```console\n$ datastates {command}\n{output}{status}```\n"
+
+
+def save_checkpoints() -> None:
+    with CheckpointEngine({"host_cache_size": 2**-6, "pin_host_cache": False}, rank=0) as engine:
+        for step in STEPS:
+            folder = Path("checkpoints", f"global_step{step}").absolute()
+            with engine.checkpoint(str(folder), folder.name):
+                engine.save(state(step), str(folder / MODEL_NAME))
+                engine.save({"module": state(step)["module"]}, str(folder / "ema.safetensors"))
+        engine.wait(persist=True)
+
+
+def state(step: int) -> dict[str, object]:
+    """Values are whole numbers and halves, so that they are the same on every machine."""
+    weight = torch.arange(300_000.0).remainder(1000).view(300, 1000)
+    weight[: step // 10] += step / 200
+    return {
+        "module": {"layers.0.weight": weight, "layers.0.bias": torch.full((300,), 0.5, dtype=torch.bfloat16)},
+        "optimizer": {"state": {0: {"step": torch.tensor(float(step)), "exp_avg": torch.zeros(300, 1000)}}, "lr": 0.1},
+        "global_steps": step,
+    }
+
+
+def write_records() -> None:
+    """Records as `events_dir` gets them, of two ranks."""
+    Path("events").mkdir()
+    for rank in (0, 1):
+        lines = [json.dumps(record) for number, step in enumerate(STEPS) for record in _records(rank, number, step)]
+        Path("events", f"events-rank{rank:05d}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _records(rank: int, number: int, step: int) -> Iterator[dict[str, object]]:
+    begin = 1000.0 + 60 * number
+    common = {"rank": rank, "attempt": f"run-{number}", "path": f"checkpoints/global_step{step}/rank{rank}.pt"}
+    ends = {"save": 0.021 + 0.002 * rank, "staged": 1.4, "durable": 4.25 + 0.5 * rank}
+    for event, seconds in ends.items():
+        yield {"event": event, **common, "begin": begin, "end": begin + seconds, "nbytes": 4200 * _MIB}
+    yield {"event": "fence", "rank": rank, "begin": begin + 1.1, "end": begin + 1.1 + 0.05 * number, "num_files": 1}
+    if rank == 0:
+        whole = {"path": f"checkpoints/global_step{step}", "nbytes": 8400 * _MIB}
+        yield {"event": "committed", **common, **whole, "begin": begin, "end": begin + 4.9}
+
+
+def run(arguments: list[str]) -> int:
+    found = DOCUMENT.read_text("utf-8")
+    wanted = updated(found)
+    if found == wanted:
+        return 0
+    if "--check" in arguments:
+        print(f"{DOCUMENT.name} is out of date: run python scripts/write_screens.py")
+        return 1
+    DOCUMENT.write_text(wanted, "utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run(sys.argv[1:]))

@@ -1,0 +1,26 @@
+"""The screens in docs/cli.md are what the commands print."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "write_screens.py"
+spec = importlib.util.spec_from_file_location("write_screens", SCRIPT)
+write_screens = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(write_screens)
+
+
+def test_the_document_shows_what_the_commands_print(tmp_path, monkeypatch, capsys):
+    text = write_screens.DOCUMENT.read_text("utf-8")
+    stale = tmp_path / "cli.md"
+    stale.write_text(text.replace("is damaged", "is sound").replace("12\n", "13\n"))
+    monkeypatch.setattr(write_screens, "DOCUMENT", stale)
+    write_screens.run([])
+    assert stale.read_text("utf-8") == text.replace("is damaged", "is sound"), "run python scripts/write_screens.py"
+
+
+def test_each_command_is_shown():
+    text = write_screens.DOCUMENT.read_text("utf-8").partition("<!-- screens -->")[2]
+    for command in ("ls", "show", "diff", "stats", "verify", "prune"):
+        assert f"$ datastates {command} " in text
