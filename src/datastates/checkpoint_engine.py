@@ -10,29 +10,27 @@ from __future__ import annotations
 import importlib
 import os
 import threading
-import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from torch import distributed
 
-from datastates import manifest, reader, recovery
+from datastates import reader, recovery
 from datastates.attempt import Attempt
-from datastates.attempt_folder import MAX_DEPTH, has_attempts
+from datastates.attempt_folder import checkpoint_of
 from datastates.config import SECTION, CheckpointConfig
-from datastates.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError
+from datastates.errors import CheckpointNotFoundError, CommitError, ConfigError, CorruptCheckpointError
 from datastates.fence import Fence
 from datastates.paths import resolved
-from datastates.saver import Saver
+from datastates.saver import Saver, open_savers
 from datastates.state import IsEager
 
 MAX_RANKS = 10**7
 """More ranks than any machine has; a larger number is a mistake."""
 
-RECOVERY_SECONDS = 10.0
-"""So long a load waits for another process that is completing the same commit."""
+_TAGS_SHOWN = 8
 
 
 class CheckpointEngine:
@@ -67,11 +65,13 @@ class CheckpointEngine:
             config, rank=_check_rank(rank), world_size=world_size, run_id=run_id, forgiving=from_deepspeed
         )
         self._open = threading.local()  # .attempt: the checkpoint that this thread is in
+        self.eager_rule: Callable[[object], IsEager] | None = None
+        """Gives the ``is_eager`` for a state that is saved without one; set by an integration that knows its states."""
         if from_deepspeed:
-            # not at the top of this module: it imports DeepSpeed, which need not be there
-            integration = importlib.import_module("datastates.integrations.deepspeed")
-            integration.repair()
-            integration.announce(config)
+            # not at the top of this module: they import DeepSpeed, which need not be there
+            for name in ("deepspeed", "huggingface"):
+                importlib.import_module(f"datastates.integrations.{name}").repair()
+            importlib.import_module("datastates.integrations.deepspeed").announce(config)
 
     @property
     def fence(self) -> Fence:
@@ -101,24 +101,41 @@ class CheckpointEngine:
         attempt = getattr(self._open, "attempt", None)
         if attempt is None:
             self._saver.raise_failure()
+        if is_eager is None and self.eager_rule is not None:
+            is_eager = self.eager_rule(state_dict)
         handle = self._saver.save(state_dict, path, attempt=attempt, is_eager=is_eager)
         return handle.nbytes > 0
+
+    def save_file(self, source: str, path: str) -> None:
+        """Save what a file holds as another file, byte for byte; otherwise as `save`.
+
+        The source is read in the background. It must not be written to before the fence is closed; deleting it, or
+        replacing it by another, does no harm.
+
+        Raises:
+            StorageError: the source cannot be read; nothing was written.
+            DataStatesError: as `save`.
+        """
+        attempt = getattr(self._open, "attempt", None)
+        if attempt is None:
+            self._saver.raise_failure()
+        self._saver.save_file(source, path, attempt=attempt)
 
     def load(self, path: str, map_location: reader.MapLocation = None) -> Any:
         """Load a file, written by this package or by ``torch.save`` or safetensors.
 
-        Waits first for saves in flight: until they are copied (loading overwrites the state), and until they are
-        settled where this file may be among them. Executes what is pickled in the file, as DeepSpeed expects:
-        load only files you trust.
+        Waits first for saves in flight, of all engines of this process: until they are copied (loading overwrites the
+        state), and until they are settled where this file may be among them. Executes what is pickled in the file, as
+        DeepSpeed expects: load only files you trust.
 
         Raises:
             CheckpointNotFoundError: there is no such file, or the checkpoint it belongs to was never completed.
             CorruptCheckpointError: its structure or size is wrong.
             DataStatesError: the save of this file that was in flight is lost; what is there is older.
         """
-        if self._saver.is_open:
-            self._saver.wait_staged()
-            self._saver.wait_for(path)
+        for saver in open_savers():
+            saver.wait_staged()
+            saver.wait_for(path)
         check_committed(path)
         return reader.load(path, map_location, weights_only=False)
 
@@ -167,9 +184,9 @@ class CheckpointEngine:
         """
         if getattr(self._open, "attempt", None) is not None:
             raise ValueError(f"{directory}: a checkpoint is open already, they cannot be nested")
-        skip, dropped = self._agree_on_busy()
+        skip, dropped, refusal = self._agree(directory, tag)
         self._saver.drop(dropped, f"{directory} was saved")
-        attempt = self._saver.begin(directory, tag, update_latest=update_latest, skip=skip)
+        attempt = self._saver.begin(directory, tag, update_latest=update_latest, skip=skip, refusal=refusal)
         self._open.attempt = attempt
         try:
             if not self._is_forgiving:
@@ -183,12 +200,27 @@ class CheckpointEngine:
         finally:
             self._open.attempt = None
 
-    def _agree_on_busy(self) -> tuple[bool, list[str]]:
-        """Whether to skip the next checkpoint, and the attempts to drop for it: the same on all ranks."""
+    def _agree(self, directory: str, tag: str) -> tuple[bool, list[str], CommitError | None]:
+        """Whether to skip the next checkpoint, the attempts to drop for it, why not to save at all: as on all ranks.
+
+        DeepSpeed checks by itself that the ranks use one tag, and may be told to go on if not. No rank must wait then
+        for parts of a checkpoint that the others do not make.
+        """
         policy = self.config.when_busy
-        if policy == "skip":
-            return any(_gather(self._saver.is_busy)), []
-        return False, _gather(self._saver.waiting)[0] if policy == "replace" else []
+        if policy == "queue" and not self._is_forgiving:
+            return False, [], None
+        known = _gather((tag, self._saver.is_busy, self._saver.waiting))
+        tags = [other for other, _, _ in known]
+        if len(set(tags)) > 1:
+            named = {rank: f"it saves {other!r}" for rank, other in enumerate(tags)}
+            message = f"{directory}: nothing is saved, since the ranks save different checkpoints: {_listed(tags)}"
+            return False, [], CommitError(message, named, tag)
+        return policy == "skip" and any(busy for _, busy, _ in known), known[0][2] if policy == "replace" else [], None
+
+
+def _listed(tags: list[str]) -> str:
+    shown = [f"rank {rank} {tag!r}" for rank, tag in enumerate(tags[:_TAGS_SHOWN])]
+    return ", ".join(shown) + (f" and {len(tags) - _TAGS_SHOWN} more" if len(tags) > _TAGS_SHOWN else "")
 
 
 def _gather(value: Any) -> list[Any]:
@@ -212,10 +244,10 @@ def check_committed(path: str) -> None:
         CorruptCheckpointError: the file's size is not what the checkpoint's manifest says.
     """
     path = resolved(path)
-    directory = _checkpoint_of(path)
+    directory = checkpoint_of(path)
     if directory is None:
         return
-    record = _committed(directory)
+    record = recovery.committed_record(directory)
     if record is None:
         raise CheckpointNotFoundError(
             f"{directory} holds a checkpoint that was never completed; load another one (its folder may be deleted)"
@@ -226,27 +258,6 @@ def check_committed(path: str) -> None:
     found = os.path.getsize(path)
     if found != expected:
         raise CorruptCheckpointError(f"{path}: {found} bytes found, {expected} expected by its manifest", path)
-
-
-def _checkpoint_of(path: str) -> str | None:
-    """The folder of the checkpoint that a file may belong to."""
-    directory = os.path.dirname(path)
-    for _ in range(MAX_DEPTH):
-        if has_attempts(directory):
-            return directory
-        directory = os.path.dirname(directory)
-    return None
-
-
-def _committed(directory: str) -> manifest.CommitRecord | None:
-    """The commit record, after completing an interrupted commit; waits while another process does so."""
-    deadline = time.monotonic() + RECOVERY_SECONDS
-    while (record := manifest.read_commit(directory)) is None:
-        found = recovery.recover(directory)
-        if found is not recovery.Recovery.OWNED or time.monotonic() > deadline:
-            return manifest.read_commit(directory)
-        time.sleep(0.05)
-    return record
 
 
 def _section(deepspeed_config: object) -> Any:

@@ -19,6 +19,7 @@ import torch
 from datastates.copying import copy_range, is_flat, row_blocks
 from datastates.errors import TornSnapshotError
 from datastates.plan import Piece
+from datastates.state import has_its_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -109,9 +110,7 @@ def check_storage(source: torch.Tensor, fqn: str) -> None:
 
     It can be freed right after this look, too: the fence forbids that, this only catches who does not know.
     """
-    extent = sum((size - 1) * stride for size, stride in zip(source.shape, source.stride(), strict=True)) + 1
-    needed = (source.storage_offset() + extent) * source.element_size()
-    if source.untyped_storage().nbytes() < needed:
+    if not has_its_bytes(source):
         raise TornSnapshotError(
             f"{fqn}: its storage was freed or shrunk between save() and its copy; call wait() before that", (fqn,)
         )

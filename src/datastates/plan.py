@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -18,6 +18,13 @@ if TYPE_CHECKING:
 
 SEAL_NBYTES = 4
 """Length of a `Seal` in the file."""
+
+
+class Readable(Protocol):
+    """Bytes that lie in a file of somebody else's, until they are staged."""
+
+    def read_into(self, offset: int, memory: memoryview) -> None:
+        """Fill ``memory`` with the bytes from ``offset`` on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +36,15 @@ class Segment:
         nbytes: length, more than zero.
         source: the literal bytes, or a tensor of which the row-major elements are the bytes. A tensor source
             is a detached alias: it keeps the memory alive but follows no rebinding of ``.data``. It may have
-            any strides; ``begin`` is a multiple of its item size. Its device is any but ``meta``.
+            any strides; ``begin`` is a multiple of its item size. Its device is any but ``meta``. Or what reads
+            them from a file.
         fqn: dotted name of the leaf for messages; empty for headers and the like.
         version: ``tensor._version`` at ``save()``, -1 where it has none (literal bytes, inference tensors).
     """
 
     begin: int
     nbytes: int
-    source: bytes | bytearray | memoryview | torch.Tensor
+    source: bytes | bytearray | memoryview | torch.Tensor | Readable
     fqn: str = ""
     version: int = -1
 
@@ -91,7 +99,7 @@ class FilePlan:
     """All bytes of one file.
 
     Attributes:
-        format: name of the format, ``"torch"`` or ``"safetensors"``.
+        format: name of the format, ``"torch"`` or ``"safetensors"``, or ``"raw"`` for a copy of another file.
         nbytes: size of the file.
         segments: ascending, disjoint, none empty. Gaps between them are zero bytes.
         seals: ascending by offset.

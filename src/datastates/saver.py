@@ -34,14 +34,24 @@ from datastates.flusher.work import running_future
 from datastates.machinery import Machinery
 from datastates.outcomes import Outcomes
 from datastates.paths import check_target, resolved
+from datastates.side_files import plan_side_file
 from datastates.staging_job import StagingJob, torn_error
-from datastates.state import IsEager, default_is_eager
+from datastates.state import EagerRule, IsEager
 from datastates.verification import SourceCheck
 
 if TYPE_CHECKING:
     from datastates.plan import FilePlan
 
 logger = logging.getLogger(__name__)
+
+
+_living: weakref.WeakSet[Saver] = weakref.WeakSet()
+"""Every saver that this process has made and not let go of; what one saves another may be asked to load."""
+
+
+def open_savers() -> list[Saver]:
+    """The savers of this process that are open: a load has to look at what all of them have in flight."""
+    return [saver for saver in _living if saver.is_open]
 
 
 class Saver:
@@ -83,6 +93,7 @@ class Saver:
         self._lock = threading.RLock()  # protects _staging and _unverified; a signal handler may save, too
         self._staging: list[tuple[str, Future[None]]] = []
         self._unverified: list[tuple[Attempt, Callable[[], Future[CommitResult]]]] = []
+        self._planner = formats.Planner()
         self._budget = EagerBudget(config.eager_budget_bytes)
         self._attempt_by_job: weakref.WeakKeyDictionary[StagingJob[FlushFile], Attempt] = weakref.WeakKeyDictionary()
         self._commit_log = CommitLog()
@@ -99,6 +110,7 @@ class Saver:
         )
         self._cache, self._client = self._machinery.cache, self._machinery.client
         self._stager, self.fence = self._machinery.stager, self._machinery.fence
+        _living.add(self)
         atexit.register(self._close_at_exit)
         # children of multiprocessing run its own finalizers, not those of atexit
         self._finalizer = Finalize(None, self._close_at_exit, exitpriority=100)
@@ -117,6 +129,11 @@ class Saver:
         return bool(self._outcomes.unsettled)
 
     @property
+    def unsettled(self) -> list[Attempt]:
+        """The attempts in flight, oldest first."""
+        return self._outcomes.unsettled
+
+    @property
     def waiting(self) -> list[str]:
         """Names of the attempts that are not settled and not the oldest of those."""
         return [attempt.name for attempt in self._outcomes.unsettled[1:]]
@@ -128,18 +145,22 @@ class Saver:
                 attempt.error = SaveSkippedError(f"{attempt.path}: dropped, {cause}")
                 self._give_up(attempt)
 
-    def begin(self, directory: str, tag: str, *, update_latest: bool, skip: bool = False) -> Attempt:
+    def begin(
+        self, directory: str, tag: str, *, update_latest: bool, skip: bool = False, refusal: CommitError | None = None
+    ) -> Attempt:
         """Begin a checkpoint of all ranks in ``directory``. Every rank calls it, with the same tag.
 
-        With ``skip`` nothing is saved for it, and its future raises SaveSkippedError.
+        With ``skip`` nothing is saved for it, and its future raises SaveSkippedError; with ``refusal`` that.
         """
         self._entrance.check()
         if not isinstance(tag, str) or not tag:
             raise ValueError(f"tag is {tag!r}, expected a text")
         directory = resolved(os.path.join(directory, ""))
         name = self._names.of_checkpoint(tag)
-        attempt = Attempt(name, directory, directory, tag, update_latest, is_skipped=skip)
-        if skip:
+        attempt = Attempt(name, directory, directory, tag, update_latest, is_skipped=skip or refusal is not None)
+        if refusal is not None:
+            self._outcomes.refuse(attempt, refusal)
+        elif skip:
             self._outcomes.skip(attempt)
         return attempt
 
@@ -169,10 +190,29 @@ class Saver:
             ValueError: the path cannot be one.
             ClosedError: the saver is closed, or belongs to another process.
         """
+        path = resolved(path)
         with self._entrance.inside():
-            return self._save(state, resolved(path), attempt, is_eager)
+            return self._save(path, attempt, lambda captures: self._plan(state, path, captures, is_eager))
 
-    def _save(self, state: object, path: str, attempt: Attempt | None, is_eager: IsEager | None) -> SaveHandle:
+    def save_file(self, source: str, path: str, *, attempt: Attempt | None = None) -> SaveHandle:
+        """Save what a file holds as another file, byte for byte; returns before it is read.
+
+        It must not be written to before the fence is closed; deleting it, or replacing it by another, does no harm.
+
+        Args:
+            source: the file to read.
+            path: as for `save`.
+            attempt: as for `save`.
+
+        Raises:
+            StorageError: the source cannot be read, or what has the path is no file.
+            ValueError: the path cannot be one.
+            ClosedError: the saver is closed, or belongs to another process.
+        """
+        with self._entrance.inside():
+            return self._save(resolved(path), attempt, lambda _: plan_side_file(source))
+
+    def _save(self, path: str, attempt: Attempt | None, make_plan: Callable[[Captures], FilePlan]) -> SaveHandle:
         begin = now()
         check_target(path)
         is_lone = attempt is None
@@ -181,7 +221,7 @@ class Saver:
             return SaveHandle(path, 0, _done_future(), attempt.committed)
         captures = Captures(self._budget)
         try:
-            plan = self._plan(state, path, captures, is_eager)
+            plan = make_plan(captures)
             eager_nbytes, nbytes = captures.nbytes, plan.nbytes
             captures.hold(sum(segment.nbytes for segment in plan.segments if segment.is_literal) - eager_nbytes)
             job = self._make_job(plan, path, attempt)
@@ -196,7 +236,8 @@ class Saver:
         if is_lone:
             name = attempt.name
             self._request(attempt, lambda: self._client.publish(name))
-        self.events.record("save", begin, end, path=path, nbytes=nbytes, eager_nbytes=eager_nbytes)
+        names = {"attempt": attempt.name, "path": path}
+        self.events.record("save", begin, end, **names, nbytes=nbytes, eager_nbytes=eager_nbytes)
         return handle
 
     def commit(self, attempt: Attempt) -> Future[CommitResult]:
@@ -319,13 +360,13 @@ class Saver:
             self._outcomes.fail(what, error)
 
     def _plan(self, state: object, path: str, captures: Captures, is_eager: IsEager | None) -> FilePlan:
-        by_size = default_is_eager(self._config.eager_bytes)
         torn = self._outcomes.torn_fqns
 
         def is_volatile(fqn: str, tensor: torch.Tensor) -> bool:
-            return by_size(fqn, tensor) or fqn in torn or (is_eager is not None and is_eager(fqn, tensor))
+            return fqn in torn or (is_eager is not None and is_eager(fqn, tensor))
 
-        return formats.plan(state, formats.format_for(path, self._config.format), captures.capture, is_volatile)
+        rule = EagerRule(self._config.eager_bytes, is_volatile)
+        return self._planner.plan(state, formats.format_for(path, self._config.format), captures, rule)
 
     def _lone_attempt(self, path: str) -> Attempt:
         attempt = Attempt(self._names.of_lone_file(), path)
@@ -339,7 +380,7 @@ class Saver:
     def _make_job(self, plan: FilePlan, path: str, attempt: Attempt) -> StagingJob[FlushFile]:
         check = SourceCheck(plan) if self._config.verify_staging else None
         file = self._client.open_file(path, plan.nbytes, self._cache.slab_bytes, plan.seals, attempt.name)
-        return StagingJob(plan, file, path, check)
+        return StagingJob(plan, file, path, check, attempt.name)
 
     def _submit(self, job: StagingJob[FlushFile], attempt: Attempt, captures: Captures) -> None:
         """Hand the job to the stager; from here on the job gives back what was captured."""

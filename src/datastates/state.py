@@ -16,8 +16,6 @@ from datastates.copying import copy_to_bytes
 from datastates.fqns import join
 
 __all__ = [
-    "CONTAINERS",
-    "DEVICES_WITHOUT_STORAGE",
     "Capture",
     "EagerRule",
     "IsEager",
@@ -25,6 +23,7 @@ __all__ = [
     "capture_host",
     "children",
     "default_is_eager",
+    "has_its_bytes",
     "has_own_storage",
     "is_plain",
     "join",
@@ -95,6 +94,17 @@ def has_own_storage(tensor: torch.Tensor) -> bool:
         and tensor.device.type not in DEVICES_WITHOUT_STORAGE
         and torch._C._has_storage(tensor)
     )
+
+
+def has_its_bytes(tensor: torch.Tensor) -> bool:
+    """Whether a strided tensor's storage is as long as the tensor needs.
+
+    It is not where somebody has freed or shrunk it (``storage.resize_(0)``): the memory there belongs to others then.
+    """
+    if not tensor.numel():
+        return True
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (tensor.storage_offset() + span) * tensor.itemsize <= tensor.untyped_storage().nbytes()
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

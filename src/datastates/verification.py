@@ -21,7 +21,7 @@ class SourceCheck:
     """
 
     def __init__(self, plan: FilePlan) -> None:
-        """Read all lazy tensors of the plan; blocks for that, for devices, too."""
+        """Read all lazy tensors of the plan, and side files; blocks for that, for devices, too."""
         self._segments = [segment for segment in plan.segments if not segment.is_literal]
         self._expected = {segment.begin: _crc_of(segment) for segment in self._segments}
         self._copied: dict[int, int] = {}
@@ -53,13 +53,15 @@ class SourceCheck:
 
 def _crc_of(segment: Segment) -> int:
     source = segment.source
-    if not isinstance(source, torch.Tensor):
-        raise TypeError(f"{segment.fqn}: a literal has no tensor to read again")
+    if isinstance(source, (bytes, bytearray, memoryview)):
+        raise TypeError(f"{segment.fqn}: a literal has no source to read again")
     scratch = torch.empty(min(_BLOCK_BYTES, segment.nbytes), dtype=torch.uint8)
     value = 0
     for begin in range(0, segment.nbytes, _BLOCK_BYTES):
         nbytes = min(_BLOCK_BYTES, segment.nbytes - begin)
-        if source.device.type == "cpu":
+        if not isinstance(source, torch.Tensor):
+            source.read_into(begin, _view(scratch[:nbytes]))
+        elif source.device.type == "cpu":
             copy_range(source, begin, scratch, nbytes)
         else:
             torch.cat([block.cpu() for block in device_blocks(source, begin, nbytes)], out=scratch[:nbytes])

@@ -1,4 +1,4 @@
-"""One rank of a small DeepSpeed job; the first argument names what it shall do.
+"""One rank of a small DeepSpeed job: as a script, the first argument names what it shall do.
 
 Prints ``ok NAME`` for each thing that it has seen to be right; an assertion ends it.
 """
@@ -16,7 +16,10 @@ from pathlib import Path
 
 import deepspeed
 import torch
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from torch import distributed
+
+from integrations.fork_server import announce
 
 logging.basicConfig(level=logging.INFO)
 WIDTH = 96
@@ -127,41 +130,6 @@ def say(what: str) -> None:
     print(f"ok {what}", flush=True)
 
 
-def round_trip(folder: Path, stages: str) -> None:
-    """Save lazily, train on at once, then compare the files with the state at the moment of the save, and resume."""
-    for stage in map(int, stages.split(",")):
-        save_dir = folder / f"zero{stage}"
-        engine = make_engine(stage)
-        train(engine, 2)
-        expected = Expected(engine)
-        client_state = {"user": torch.full((200, 200), 5.0), "note": "hello"}
-        engine.save_checkpoint(str(save_dir), client_state=client_state)
-        client_state["user"].fill_(-1.0)
-        expected.stop()
-        expected.write(save_dir / "expected")
-        losses = train(engine, 3)
-        engine.checkpoint_engine.ckpt_engine.wait(persist=True)
-        distributed.barrier()  # rank 0 writes `latest` after the commit that the others hear of
-        assert (save_dir / "latest").read_text() == "global_step2"
-        num_tensors = 0
-        for path, state in expected.states.items():
-            num_tensors += assert_equal(torch.load(path, map_location="cpu", weights_only=False), state, path)
-            torch.load(path, map_location="cpu", mmap=True, weights_only=False)
-        assert num_tensors or (stage == 0 and distributed.get_rank() == 1)
-        engine.destroy()
-        engine.destroy()
-        distributed.barrier()
-        resumed = make_engine(stage)
-        train(resumed, 1)
-        path, client = resumed.load_checkpoint(str(save_dir))
-        assert path is not None
-        assert client["note"] == "hello"
-        assert float(client["user"].min()) == 5.0
-        assert train(resumed, 3) == losses
-        resumed.destroy()
-        say(f"round trip zero {stage}")
-
-
 def overlap(folder: Path) -> None:
     """Saves in a row, without a step between them, custom tags, save_latest=False, 16-bit weights, and a reload."""
     engine = make_engine(1)
@@ -188,6 +156,21 @@ def overlap(folder: Path) -> None:
     engine.load_checkpoint(str(folder))
     assert torch.equal(engine.module.first.weight.detach(), weight)
     say("an existing tag is replaced")
+    engine.save_checkpoint(str(folder), tag="read at once")
+    weights = get_fp32_state_dict_from_zero_checkpoint(str(folder), "read at once")
+    assert torch.equal(weights["first.weight"].bfloat16(), engine.module.first.weight.detach())
+    say("tools of DeepSpeed that run in this process find what is in flight")
+    engine.save_checkpoint(str(folder), tag=f"of rank {distributed.get_rank()}")
+    engine.save_checkpoint(str(folder), tag="four")
+    train(engine, 1)
+    other = make_engine(1)
+    path, _ = other.load_checkpoint(str(folder))
+    assert path is not None
+    assert (folder / "latest").read_text() == "four"
+    assert torch.equal(other.module.first.weight.detach(), weight)
+    assert not list(folder.glob("of rank*/*.pt"))
+    say("another engine of the process loads what this one has in flight")
+    other.destroy()
     engine.destroy()
 
 
@@ -213,7 +196,7 @@ def die_staged(folder: Path) -> None:
     engine.save_checkpoint(str(folder))
     expected.write(folder / "expected")
     inner.wait()
-    (folder / f"staged{distributed.get_rank()}").write_text(str(flusher))
+    announce(str(flusher))
     threading.Event().wait(120)
 
 
@@ -231,7 +214,7 @@ def die_unstaged(folder: Path) -> None:
     engine.save_checkpoint(str(folder), client_state={"note": "never"})
     with inner.checkpoint(str(folder / "filler"), "filler"):
         inner.save(state, str(folder / "filler" / f"rank{distributed.get_rank()}.pt"))
-    (folder / f"staged{distributed.get_rank()}").write_text(str(flusher))
+    announce(str(flusher))
     threading.Event().wait(120)
 
 
@@ -261,6 +244,7 @@ def flusher_dies(folder: Path) -> None:
     assert inner.saver.flusher_pid != first
     for path, state in expected.states.items():
         assert_equal(torch.load(path, map_location="cpu", weights_only=False), state, path)
+    distributed.barrier()  # rank 0 writes `latest` after the commit that the others hear of
     assert (folder / "latest").read_text() == "global_step1"
     say("the save committed")
     engine.destroy()

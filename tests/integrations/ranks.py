@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+TESTS = str(Path(__file__).resolve().parents[1])
+
 
 def free_port() -> int:
     with socket.socket() as probe:
@@ -28,6 +30,7 @@ class Ranks:
         for rank, log in enumerate(self._logs):
             env = {
                 **os.environ,
+                "PYTHONPATH": os.pathsep.join([TESTS, *filter(None, [os.environ.get("PYTHONPATH")])]),
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
                 "WORLD_SIZE": str(num_ranks),

@@ -21,7 +21,7 @@ from datastates import locks
 from datastates.checksum import crc32
 from datastates.cli import main
 from datastates.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError, TopologyError
-from datastates.universal import convert_to_universal
+from datastates.universal import convert_to_universal, result_folder
 from datastates.universal.mapped_files import MappedFiles
 from datastates.universal.names import read_names
 from datastates.universal.result_folder import ResultFolder
@@ -161,6 +161,25 @@ def test_a_journal_that_was_cut_in_a_line_is_continued(tmp_path):
         assert [folder.is_finished(item) for item in ("first", "second", "third")] == [True, True, False]
         folder.publish()
     assert sorted(entry.name for entry in (tmp_path / "out").iterdir()) == ["first", "second"]
+
+
+def test_a_second_one_that_comes_while_the_first_publishes_harms_nothing(tmp_path, monkeypatch):
+    """It must not take the lock, and what is finished for leftovers."""
+    monkeypatch.setattr(locks, "_TIMEOUT_SECONDS", 0)
+    path, seen = str(tmp_path / "out"), []
+
+    def fsync(directory):
+        with pytest.raises(StorageError), ResultFolder(path, "origin"):
+            pass
+        seen.append(directory)
+
+    with ResultFolder(path, "origin") as folder:
+        (Path(folder.directory) / "file").write_bytes(b"abc")
+        folder.record("file", [Written("file", 3, crc32(b"abc"))])
+        monkeypatch.setattr(result_folder, "fsync_directory", fsync)
+        folder.publish()
+    assert seen[0] == folder.directory
+    assert [entry.name for entry in (tmp_path / "out").iterdir()] == ["file"]
 
 
 def test_what_was_begun_from_another_checkpoint_is_not_kept(tmp_path):
@@ -330,3 +349,10 @@ def test_the_command_converts_and_says_so(tmp_path):
     assert "is there already" in again.stderr
     told = CliRunner().invoke(main, [*arguments[:-1], str(tmp_path / "second"), "--workers", "1"])
     assert "6 parameters and files" in told.stdout
+
+
+def test_an_empty_latest_names_no_checkpoint(tmp_path):
+    write_zero2(tmp_path / "ckpt", Model(GROUPS), 2)
+    (tmp_path / "ckpt" / "latest").write_text("")
+    with pytest.raises(CheckpointNotFoundError, match="its latest names ''"):
+        convert_to_universal(tmp_path / "ckpt", tmp_path / "out")

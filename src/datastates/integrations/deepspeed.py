@@ -16,8 +16,6 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
-from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine as DeepSpeedCheckpointEngine
 from deepspeed.runtime.checkpoint_engine.datastates_checkpoint_engine import DataStatesCheckpointEngine
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import log_dist
@@ -28,13 +26,12 @@ from datastates.checkpoint_engine import CheckpointEngine, check_committed
 from datastates.config import CheckpointConfig
 from datastates.errors import DataStatesError
 from datastates.events import now
-from datastates.state import IsEager
+from datastates.integrations import draining, nvme
+from datastates.integrations.hazards import eager_rule, hazards_of
+from datastates.integrations.resharding import resharded
+from datastates.saver import open_savers
 
 logger = logging.getLogger(__name__)
-
-LAZY_KEYS = frozenset({"module", "optimizer", "optimizer_state_dict", "frozen_param_fragments"})
-"""Top-level keys of DeepSpeed's files whose tensors change in the optimizer's step only. What stands under any other
-key came from the user (client_state) or from parts that may change at any time, and is copied in ``save()``."""
 
 _MARK = "_is_of_datastates"
 
@@ -46,8 +43,9 @@ def repair() -> None:
     method that is wrapped already.
     """
     if "get_commit_info" not in vars(DataStatesCheckpointEngine):
-        for method in (create, save, commit, cleanup):
+        for method in (create, commit, cleanup):
             _replace(DataStatesCheckpointEngine, method)
+    draining.repair()
     for wrap in (save_checkpoint, load_checkpoint, _take_model_step, destroy):
         if not hasattr(getattr(DeepSpeedEngine, wrap.__name__), _MARK):
             _replace(DeepSpeedEngine, wrap(getattr(DeepSpeedEngine, wrap.__name__)))
@@ -71,12 +69,6 @@ def engine_of(engine: DeepSpeedEngine) -> CheckpointEngine | None:
 def create(self: Any, info: Any) -> None:
     """Note which checkpoint the next files belong to; the repaired ``save_checkpoint`` has opened it."""
     self.commit_info = info
-
-
-def save(self: Any, state_dict: Any, path: str) -> bool:
-    """Save one of DeepSpeed's files lazily."""
-    saved: bool = self.ckpt_engine.save(state_dict, path, is_eager=_eager_rule(state_dict, self))
-    return saved
 
 
 def commit(self: Any, info: Any) -> bool | None:
@@ -109,12 +101,19 @@ def save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
         tag = str(f"global_step{self.global_steps}" if tag is None else tag)
         update_latest = _argument(args, kwargs, 1, "save_latest", True)
         begin = now()
-        self.checkpoint_engine.volatile_storages = _buffer_storages(self.module)
+        directory = os.path.join(save_dir, tag)
+        hazards = hazards_of(self)
+        engine.eager_rule = lambda state: eager_rule(state, hazards)
         try:
-            with engine.checkpoint(os.path.join(save_dir, tag), tag, update_latest=update_latest) as attempt:
-                result = original(self, save_dir, tag, *args, **kwargs)
+            with engine.checkpoint(directory, tag, update_latest=update_latest) as attempt:
+                if nvme.is_swapping(self):
+                    with nvme.without_copy(self):
+                        result = original(self, save_dir, tag, *args, **kwargs)
+                    nvme.save_swapped(self, engine, directory)
+                else:
+                    result = original(self, save_dir, tag, *args, **kwargs)
         finally:
-            self.checkpoint_engine.volatile_storages = frozenset()
+            engine.eager_rule = None
         attempt.blocked_seconds = now() - begin
         engine.saver.events.record("save_checkpoint", begin, now(), attempt=attempt.name, path=attempt.directory)
         if engine.config.wait_on_save and not attempt.is_skipped:
@@ -131,8 +130,18 @@ def load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
     def wrapper(self: DeepSpeedEngine, load_dir: str, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
         engine = engine_of(self)
         if engine is not None:
-            engine.saver.settle()
+            for saver in open_savers():  # another engine of this process may have saved what this one loads
+                saver.settle()
             _recover(self, load_dir, tag)
+            with_states = _argument(args, kwargs, 1, "load_optimizer_states", True)
+            is_module_only = _argument(args, kwargs, 3, "load_module_only", False)
+            with_states = with_states and not is_module_only
+            with resharded(self, load_dir, tag, with_states=with_states):
+                if with_states and not self.load_universal_checkpoint():
+                    nvme.check_offload(self, load_dir, tag)
+                if with_states and nvme.is_swapping(self) and not self.load_universal_checkpoint():
+                    return nvme.load_checkpoint(self, original, load_dir, tag, *args, **kwargs)
+                return original(self, load_dir, tag, *args, **kwargs)
         return original(self, load_dir, tag, *args, **kwargs)
 
     return wrapper
@@ -174,29 +183,6 @@ def _replace(owner: type, replacement: Callable[..., Any]) -> None:
 
 def _argument(args: tuple[Any, ...], kwargs: Mapping[str, Any], position: int, name: str, default: Any) -> Any:
     return args[position] if len(args) > position else kwargs.get(name, default)
-
-
-def _buffer_storages(module: torch.nn.Module) -> frozenset[int]:
-    """Addresses of the storages of all buffers: forward may change them (BatchNorm, moving averages)."""
-    storages = {buffer.untyped_storage().data_ptr() for buffer in module.buffers() if buffer.layout is torch.strided}
-    return frozenset(storages - {0})
-
-
-def _eager_rule(state_dict: Any, adapter: DeepSpeedCheckpointEngine) -> IsEager:
-    """What of one of DeepSpeed's files may change before the optimizer's step."""
-    volatile: frozenset[int] = getattr(adapter, "volatile_storages", frozenset())
-    is_mapping = isinstance(state_dict, Mapping)
-    buffers = (
-        frozenset(f"module.{name}" for name in (state_dict.get("buffer_names") or ())) if is_mapping else frozenset()
-    )
-    has_user_keys = is_mapping and "ds_version" in state_dict
-
-    def is_eager(fqn: str, tensor: torch.Tensor) -> bool:
-        if fqn in buffers or (has_user_keys and fqn.partition(".")[0] not in LAZY_KEYS):
-            return True
-        return tensor.layout is torch.strided and tensor.untyped_storage().data_ptr() in volatile
-
-    return is_eager
 
 
 def _recover(engine: DeepSpeedEngine, load_dir: str, tag: Any) -> None:
