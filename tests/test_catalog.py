@@ -83,6 +83,9 @@ def test_one_checkpoint(root: pathlib.Path) -> None:
 def test_folders_of_others_and_files_are_left_out(root: pathlib.Path) -> None:
     (root / "logs").mkdir()
     (root / "notes.txt").write_text("x")
+    (root / "loop").symlink_to("loop")
+    (root / "nowhere").symlink_to("absent")
+    os.mkfifo(root / "pipe")
     assert len(list_checkpoints(root)) == 3
     assert list_checkpoints(root / "logs") == []
     with pytest.raises(CheckpointNotFoundError, match=r"no folder .*absent"):

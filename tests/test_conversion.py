@@ -468,6 +468,16 @@ def test_a_kill_leaves_no_half_result_and_the_next_conversion_clears_up(tmp_path
         assert os.listdir(out.parent) == ["out"]
 
 
+@pytest.mark.parametrize("layout", ["dcp", "fp32", "hf", "safetensors", "torch"])
+def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path, small_disk, layout):
+    torch.save({f"w{n}": torch.ones(100_000) for n in range(8)}, tmp_path / "in.pt")
+    disk = small_disk(1 << 20)
+    done = CliRunner().invoke(main, ["convert", str(tmp_path / "in.pt"), str(disk / "out"), "--to", layout])
+    assert done.exit_code == 9, done.output
+    assert done.stderr.count("\n") == 1 and str(disk) in done.stderr
+    assert os.listdir(disk) == []
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -476,6 +486,8 @@ def test_a_kill_leaves_no_half_result_and_the_next_conversion_clears_up(tmp_path
         (["--to", "dcp", "double.pt", "out"], "two leaves have one name in a distributed checkpoint"),
         (["--to", "hf", "words.pt", "out"], "it cannot be told which tensors are the weights"),
         (["--to", "hf", "odd.pt", "out"], "w: safetensors has no dtype torch.complex128"),
+        (["--to", "hf", "half.pt", "out"], "'\\udc80' cannot be the name of a tensor in a safetensors file"),
+        (["--to", "hf", "taken.pt", "out"], "'__metadata__' cannot be the name of a tensor in a safetensors file"),
         (["--to", "hf", "w.pt", "out", "--max-shard-size", "5 apples"], "'5 apples' is no size"),
         (["--to", "fp32", "several", "out"], "several holds 2 states, name the file that is meant: a.pt, b.pt"),
         (["--to", "fp32", "nothing", "out"], "holds no file"),
@@ -492,6 +504,8 @@ def test_bad_input_is_one_clear_line(tmp_path, monkeypatch, arguments, words):
         "words.pt": {"words": "none"},
         "odd.pt": {"w": torch.ones(2, dtype=torch.complex128)},
         "w.pt": {"w": torch.ones(2)},
+        "half.pt": {"\udc80": torch.ones(2)},
+        "taken.pt": {"__metadata__": torch.ones(2)},
         "several/a.pt": {"w": torch.ones(2)},
         "several/b.pt": {"w": torch.ones(2)},
     }

@@ -17,6 +17,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "src" / "datastates"
 LEVELS = {
     # 0: vocabulary
     "errors": 0,
+    "fqns": 0,
     "life_cycle": 0,
     "recent_names": 0,
     "events": 0,
@@ -26,6 +27,8 @@ LEVELS = {
     "deadline": 1,
     "attempt_names": 1,
     "entrance": 1,
+    "retention": 1,
+    "save_records": 1,
     "paths": 1,
     "plan": 1,
     "state": 1,
@@ -41,7 +44,11 @@ LEVELS = {
     "locks": 2,
     "leftovers": 2,
     "storage": 2,
+    "side_files": 2,
     "verification": 2,
+    "page_cache": 2,
+    "reading": 2,
+    "contents": 2,
     # 3: the moving parts
     "attempt": 3,
     "commit_log": 3,
@@ -55,14 +62,26 @@ LEVELS = {
     "attempt_folder": 3,
     "integrity": 3,
     "commit": 3,
+    "removal": 3,
     "recovery": 3,
     # 4: whole saves and loads
+    "catalog": 4,
+    "loading": 4,
+    "latest": 4,
     "reader": 4,
     "machinery": 4,
     "saver": 4,
     # 5: other people's contracts
     "checkpoint_engine": 5,
+    "differences": 5,
+    "universal": 5,
+    "conversion": 5,
     "integrations": 5,
+    # 6: for people
+    "bench": 6,
+    "doctor": 4,
+    "cli": 6,
+    "__main__": 6,
 }
 """Level of each module and package below ``datastates``; a package's holds for all of its modules. An import may
 point to the same level, but never in a circle. ``datastates`` itself is above all: its names resolve on first use."""
@@ -70,6 +89,11 @@ point to the same level, but never in a circle. ``datastates`` itself is above a
 LIGHT = (
     "datastates",
     "errors",
+    "fqns",
+    "catalog",
+    "page_cache",
+    "reading",
+    "contents",
     "life_cycle",
     "recent_names",
     "events",
@@ -87,8 +111,10 @@ LIGHT = (
     "commit",
     "recovery",
     "flusher",
+    "doctor",
 )
-"""What the flusher process may import. It must start in tens of milliseconds and weigh a few MiB."""
+"""What the flusher process may import, and what a command of the command line that reads no tensor needs. It must
+start in tens of milliseconds and weigh a few MiB."""
 
 HEAVY = {"torch", "numpy"}
 FRAMEWORKS = {"deepspeed", "lightning", "pytorch_lightning", "transformers", "accelerate", "megatron"}

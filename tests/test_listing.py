@@ -156,6 +156,14 @@ def test_a_pickle_read_and_written_again_is_the_same(protocol: int) -> None:
     assert again == value and again["a"] is again["b"]
 
 
+def test_an_object_that_is_part_of_its_own_arguments() -> None:
+    inner: list[Any] = [1]
+    call = Call(Global("builtins", "frozenset"), (inner,))
+    inner.append(call)
+    again = read_pickle(write_pickle(call))
+    assert again.args[0][1].class_name == "builtins.frozenset"
+
+
 def test_a_part_of_a_pickle(tmp_path: pathlib.Path) -> None:
     structure, root = StubStructure(), read_pickle(pickle.dumps({"a": [1, {"x": 2}], "b": (3, 4)}, 2))
     found = {leaf.fqn: leaf.path for leaf in leaves(structure, root)}

@@ -247,3 +247,10 @@ def test_memory_is_bounded(tmp_path: pathlib.Path, run_script: Any) -> None:
     paths = tmp_path / "small.pt", tmp_path / "x.pt", tmp_path / "x.safetensors"
     peaks = list(map(int, run_script(PEAK, nbytes, *paths).stdout.split()))
     assert len(peaks) == 4 and max(peaks) <= 64 << 20, peaks
+
+
+def test_what_is_no_ordinary_file_is_refused_and_blocks_nobody(tmp_path: pathlib.Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (str(tmp_path / "pipe"), "/dev/zero"):
+        with pytest.raises(StorageError, match="no ordinary file"):
+            FileReader(path)

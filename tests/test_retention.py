@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from dataclasses import dataclass
 
@@ -121,9 +122,12 @@ def test_a_removal_that_is_cut_is_finished_by_the_next_start(checkpoint, monkeyp
 
     def killed(*args: object) -> None:
         calls.append(args)
-        if cut == "rename" or len(calls) == 2:
+        if len(calls) == 2:
             raise KeyboardInterrupt
+        if cut == "rename":
+            rename(*args)
 
+    rename = os.rename
     monkeypatch.setattr(removal.os if cut == "rename" else removal, cut, killed)
     with pytest.raises(KeyboardInterrupt):
         remove_checkpoint(str(checkpoint))
@@ -135,6 +139,27 @@ def test_a_removal_that_is_cut_is_finished_by_the_next_start(checkpoint, monkeyp
     assert not checkpoint.exists()
     recovery.clean_leftovers(str(checkpoint.parent))
     assert os.listdir(checkpoint.parent) == ["latest"]
+
+
+def test_a_removal_that_is_refused_changes_nothing(checkpoint, monkeypatch):
+    """A parent folder without permission to write, or a mount point: the files could be removed, the name cannot."""
+    rename, before = os.rename, sorted(map(str, checkpoint.rglob("*")))
+
+    def refusing(source: str, target: str) -> None:
+        if source == str(checkpoint):
+            raise PermissionError(errno.EACCES, "Permission denied", source)
+        rename(source, target)
+
+    monkeypatch.setattr(removal.os, "rename", refusing)
+    with pytest.raises(StorageError, match="Permission denied"):
+        remove_checkpoint(str(checkpoint))
+    assert sorted(map(str, checkpoint.rglob("*"))) == before
+    assert read_commit(str(checkpoint)) is not None
+
+
+def test_copies_of_one_checkpoint_count_once():
+    copied = [*steps(10, 20), Known("global_step30", 30), Known("global_step30", 30, 5.0)]
+    assert kept(RetentionPolicy(keep_last=2), copied) == {20, 30}
 
 
 def test_only_our_own_hidden_names_are_cleaned(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections.abc import Iterator
 
@@ -80,6 +81,10 @@ def has_attempts(directory: str) -> bool:
             return any(entry.is_dir() or entry.name == COMMIT_NAME for entry in entries)
     except (FileNotFoundError, NotADirectoryError):
         return False
+    except OSError as error:
+        if error.errno == errno.ELOOP:  # links that lead to each other: nothing is there
+            return False
+        raise
 
 
 def checkpoint_of(path: str) -> str | None:

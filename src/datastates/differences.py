@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import TypeVar
 
 import torch
 
-from datastates.contents.listing import FileListing, TensorRecord, list_file
+from datastates.contents.fingerprints import value_fingerprints
+from datastates.contents.listing import FileListing, TensorRecord, ValueRecord, list_file
 from datastates.fqns import join
 from datastates.reader import load
 from datastates.state import children
@@ -24,6 +27,8 @@ PART_BYTES = 256 << 20
 _BLOCK_ELEMENTS = 1 << 22  # compared as float64, 32 MiB at a time
 
 Progress = Callable[[int], object]
+Record = TypeVar("Record", TensorRecord, ValueRecord)
+_Key = tuple[str, int]  # fqn, and how many leaves before have the same one
 
 
 class Kind(Enum):
@@ -65,7 +70,10 @@ class Difference:
 def differences_of(
     old: Mapping[str, str], new: Mapping[str, str], progress: Progress | None = None
 ) -> Iterator[Difference]:
-    """Compare files by name.
+    """Compare files by name: tensors to the last bit, other values by all that they are made of.
+
+    Between a file of torch and one of safetensors, values that are no tensors are compared as far as a listing shows
+    them. Attributes of dictionaries (``OrderedDict``) are not compared.
 
     Args:
         old: path of each file by its name in the checkpoint.
@@ -89,60 +97,78 @@ def differences_of(
 def _of_files(old_path: str, new_path: str, name: str, progress: Progress | None) -> Iterator[Difference]:
     old, new = list_file(old_path), list_file(new_path)
     yield from _of_values(old, new, name)
-    before, after = ({tensor.fqn: tensor for tensor in listing.tensors} for listing in (old, new))
-    for fqn in sorted(before.keys() - after.keys()):
-        yield Difference(Kind.REMOVED, name, fqn, _form(before[fqn]))
-    for fqn in sorted(after.keys() - before.keys()):
-        yield Difference(Kind.ADDED, name, fqn, "", _form(after[fqn]))
+    before, after = _numbered(old.tensors), _numbered(new.tensors)
+    for key in sorted(before.keys() - after.keys()):
+        yield Difference(Kind.REMOVED, name, key[0], _form(before[key]))
+    for key in sorted(after.keys() - before.keys()):
+        yield Difference(Kind.ADDED, name, key[0], "", _form(after[key]))
     alike = []
-    for fqn in sorted(before.keys() & after.keys()):
-        if before[fqn].shape != after[fqn].shape:
-            yield Difference(Kind.RESHAPED, name, fqn, _form(before[fqn]), _form(after[fqn]))
+    for key in sorted(before.keys() & after.keys()):
+        if before[key].shape != after[key].shape:
+            yield Difference(Kind.RESHAPED, name, key[0], _form(before[key]), _form(after[key]))
         else:
-            alike.append(before[fqn])
-    for part in _parts(alike):
-        names = [tensor.fqn for tensor in part]
+            alike.append(key)
+    for part in _parts(alike, before):
+        names = [fqn for fqn, _ in part]
         left, right = (_tensors(path, names) for path in (old_path, new_path))
-        for record in part:
-            found = _of_tensors(left[record.fqn], right[record.fqn], name, record, after[record.fqn])
+        for key in part:
+            found = _of_tensors(left[key], right[key], name, before[key], after[key])
             if found is not None:
                 yield found
         if progress is not None:
-            progress(sum(tensor.nbytes for tensor in part))
+            progress(sum(before[key].nbytes for key in part))
 
 
 def _of_values(old: FileListing, new: FileListing, name: str) -> Iterator[Difference]:
-    before = {value.fqn: f"{value.class_name} {value.text}".strip() for value in old.values}
-    after = {value.fqn: f"{value.class_name} {value.text}".strip() for value in new.values}
-    for fqn in sorted(before.keys() | after.keys()):
-        left, right = before.get(fqn), after.get(fqn)
-        if left is None:
-            yield Difference(Kind.ADDED, name, fqn, "", right or "")
-        elif right is None:
-            yield Difference(Kind.REMOVED, name, fqn, left)
-        elif left != right:
-            yield Difference(Kind.CHANGED, name, fqn, left, right)
+    before, after = _numbered(old.values), _numbered(new.values)
+    is_comparable = old.kind == new.kind
+    prints = [dict(zip(_numbered(one.values), value_fingerprints(one.path), strict=True)) for one in (old, new)]
+    for key in sorted(before.keys() | after.keys()):
+        left, right = (
+            f"{one[key].class_name} {one[key].text}".strip() if key in one else "" for one in (before, after)
+        )
+        if key not in before:
+            yield Difference(Kind.ADDED, name, key[0], "", right)
+        elif key not in after:
+            yield Difference(Kind.REMOVED, name, key[0], left)
+        elif prints[0][key] != prints[1][key] if is_comparable else left != right:
+            yield Difference(Kind.CHANGED, name, key[0], left, right if left != right else f"{right} of other content")
+
+
+def _numbered(records: Iterable[Record]) -> dict[_Key, Record]:
+    """By name, and how often that has occurred before: ``1`` and ``"1"`` have the same one."""
+    counts: Counter[str] = Counter()
+    found = {}
+    for record in records:
+        found[record.fqn, counts[record.fqn]] = record
+        counts[record.fqn] += 1
+    return found
 
 
 def _form(tensor: TensorRecord) -> str:
     return f"{tensor.dtype} {list(tensor.shape)}"
 
 
-def _parts(tensors: Sequence[TensorRecord]) -> Iterator[list[TensorRecord]]:
-    part: list[TensorRecord] = []
+def _parts(keys: Sequence[_Key], tensors: Mapping[_Key, TensorRecord]) -> Iterator[list[_Key]]:
+    part: list[_Key] = []
     nbytes = 0
-    for tensor in sorted(tensors, key=lambda tensor: tensor.offset):
-        if part and nbytes + tensor.nbytes > PART_BYTES:
+    for key in sorted(keys, key=lambda key: tensors[key].offset):
+        if part and nbytes + tensors[key].nbytes > PART_BYTES:
             yield part
             part, nbytes = [], 0
-        part.append(tensor)
-        nbytes += tensor.nbytes
+        part.append(key)
+        nbytes += tensors[key].nbytes
     if part:
         yield part
 
 
-def _tensors(path: str, names: list[str]) -> dict[str, torch.Tensor]:
-    return dict(_named(load(path, "cpu", keys=names), "", frozenset()))
+def _tensors(path: str, names: list[str]) -> dict[_Key, torch.Tensor]:
+    counts: Counter[str] = Counter()
+    found = {}
+    for fqn, tensor in _named(load(path, "cpu", keys=names), "", frozenset()):
+        found[fqn, counts[fqn]] = tensor
+        counts[fqn] += 1
+    return found
 
 
 def _named(node: object, prefix: str, above: frozenset[int]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -304,7 +304,7 @@ def _to_json(fields: dict[str, Any]) -> bytes:
 def _from_json(data: bytes, path: str) -> dict[str, Any]:
     try:
         fields = json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CorruptCheckpointError(f"{path}: not JSON: {error}", path) from error
     if not isinstance(fields, dict) or fields.get("format") != FORMAT:
         raise CorruptCheckpointError(f"{path}: not a record of datastates", path)

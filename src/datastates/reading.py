@@ -11,6 +11,7 @@ import bisect
 import errno
 import mmap
 import os
+import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -127,6 +128,15 @@ class FileReader:
         self._direct = _open_direct(path)
         self._local = threading.local()
         self.nbytes = os.fstat(self._descriptor).st_size
+
+    @property
+    def utf8_path(self) -> str:
+        """A path to the open file for who takes only UTF-8, as torch does: names of files are any bytes."""
+        try:
+            self.path.encode()
+        except UnicodeEncodeError:
+            return f"/proc/self/fd/{self._descriptor}"
+        return self.path
 
     def read(self, begin: int, nbytes: int) -> bytes:
         """A few bytes, through the page cache.
@@ -286,11 +296,14 @@ def _open(path: str) -> int:
         raise IsADirectoryError(errno.EISDIR, "a folder, expected a file", path)
     try:
         with storage_errors("open", path):
-            descriptor = patiently(os.open, path, os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = patiently(os.open, path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe must not block
     except StorageError as error:
         if error.errno == errno.ENOENT:
             raise CheckpointNotFoundError(f"there is no file {path}") from error
         raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise StorageError(f"{path} is no ordinary file: it is a pipe, a socket or a device", errno.EINVAL, path)
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # what is read here is small and scattered
     return descriptor
 

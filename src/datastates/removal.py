@@ -43,9 +43,15 @@ def remove_folder(path: str) -> None:
     with storage_errors("remove", path):
         _remove_tree(hidden)
         # where a rename copies file by file (object stores), what it leaves when it is cut must not look complete
+        record = commit_path(path)
         with contextlib.suppress(FileNotFoundError):
-            patiently(os.unlink, commit_path(path))
-        patiently(os.rename, path, hidden)
+            patiently(os.rename, record, record + _SUFFIX)
+        try:
+            patiently(os.rename, path, hidden)
+        except OSError:
+            with contextlib.suppress(FileNotFoundError):  # what is refused has changed nothing
+                patiently(os.rename, record + _SUFFIX, record)
+            raise
         fsync_directory(parent)
         _remove_tree(hidden)
 

@@ -69,7 +69,7 @@ class RetentionPolicy:
             metrics: by tag, for ``keep_best``; values that are no numbers (NaN) do not count.
         """
         ordered = in_order(checkpoints)
-        tags = [checkpoint.tag for checkpoint in ordered]
+        tags = list(dict.fromkeys(checkpoint.tag for checkpoint in reversed(ordered)))[::-1]  # copies count once
         kept = set(tags[-self.keep_last :]) | ({latest} if latest is not None else set()) | self.pinned
         if self.keep_every is not None:
             kept |= {one.tag for one in ordered if one.step is not None and one.step % self.keep_every == 0}

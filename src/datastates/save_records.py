@@ -19,6 +19,8 @@ from datastates.events import Event
 
 SUFFIX = ".jsonl"
 
+_MAX_SECONDS, _MAX_COUNT = 1e12, 1 << 63  # what is beyond is no record of ours; nor are NaN and infinity
+
 _NEEDED = frozenset({"event", "rank", "begin", "end"})
 
 
@@ -130,14 +132,20 @@ def _records_of(path: str) -> Iterator[Event]:
         for line in file:
             try:
                 record = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
-            if isinstance(record, dict) and record.keys() >= _NEEDED and _is_number(record["begin"], record["end"]):
+            if isinstance(record, dict) and record.keys() >= _NEEDED and _is_sound(record):
                 yield record
 
 
-def _is_number(*values: object) -> bool:
-    return all(isinstance(value, (int, float)) for value in values)
+def _is_sound(record: Event) -> bool:
+    """Whether the fields are what `_note` and its like take them for."""
+    times, counts = (record["begin"], record["end"]), (record["rank"], record.get("nbytes", 0))
+    return (
+        all(type(value) in (int, float) and abs(value) < _MAX_SECONDS for value in times)
+        and all(type(value) is int and 0 <= value < _MAX_COUNT for value in counts)
+        and all(isinstance(record.get(name, ""), str) for name in ("event", "attempt", "path", "error"))
+    )
 
 
 def _note(save: SaveRecord, record: Event, path: str, seconds: float) -> None:

@@ -192,6 +192,7 @@ def test_a_config_with_comments_is_read_as_deepspeed_reads_it(tmp_path):
         ("[1]", "holds a list"),
         ("{", "ds.json"),
         (b"\xff\xfe\x00", "no text"),
+        ("[" * 100_000, "recursion"),
     ],
 )
 def test_a_config_that_is_none_is_refused_by_its_name(tmp_path, text, words):

@@ -13,10 +13,11 @@ from pathlib import Path
 
 import click
 import pytest
+import torch
 from click.testing import CliRunner
 from rich.text import Text
 
-from datastates import __version__, errors
+from datastates import __version__, errors, load
 from datastates.cli import console, exit_codes, main
 from datastates.cli import main as group
 from datastates.cli.main import COMMANDS, CommandGroup
@@ -186,7 +187,16 @@ def test_sizes(nbytes, text):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(0, "0 s"), (0.0123, "12.3 ms"), (0.00054, "0.54 ms"), (59, "59 s"), (90, "1.5 min"), (7200, "2 h"), (86400, "1 d")]
+    ("seconds", "text"),
+    [
+        (0, "0 s"),
+        (0.0123, "12.3 ms"),
+        (0.00054, "0.54 ms"),
+        (59, "59 s"),
+        (90, "1.5 min"),
+        (7200, "2 h"),
+        (86400, "1 d"),
+    ],
 )
 def test_durations(seconds, text):
     assert console.duration_text(seconds) == text
@@ -269,3 +279,48 @@ def test_colours_appear_on_a_terminal_only_and_can_be_turned_off(tmp_path):
     piped = subprocess.run([sys.executable, "-m", "datastates", "doctor", str(config)], capture_output=True, timeout=60)
     assert b"\x1b" not in piped.stdout
     assert piped.stdout.startswith(b"good")
+
+
+# ---------------------------------------------------------------------------------------------- what others have named
+
+
+def test_control_characters_never_reach_the_terminal(tmp_path):
+    path = os.path.join(os.fsencode(tmp_path), b"a\x1b[31m\nb\xff.pt")
+    torch.save({"we\x1b[2Jird\nna\udcffme": torch.ones(3), "v": "\x1b]0;own\x07"}, tmp_path / "plain.pt")
+    os.rename(tmp_path / "plain.pt", path)
+    for arguments in (["show"], ["verify"], ["ls"], ["show", "--match", "no\x1bsuch"], ["diff", os.fsdecode(path)]):
+        done = CliRunner().invoke(main, [*arguments, os.fsdecode(path)])
+        assert done.exit_code in (0, 4, 9), done.output
+        assert done.output.isascii() and done.output.replace("\n", "").isprintable()
+    (shown,) = json.loads(CliRunner().invoke(main, ["show", os.fsdecode(path), "--json"]).stdout)
+    assert shown["path"] == os.fsdecode(path)
+
+
+def test_a_file_with_a_name_that_is_no_utf8_is_converted(tmp_path):
+    path = os.fsdecode(os.path.join(os.fsencode(tmp_path), b"\xff.pt"))
+    torch.save({"w": torch.arange(3.0)}, tmp_path / "plain.pt")
+    os.rename(tmp_path / "plain.pt", path)
+    done = CliRunner().invoke(main, ["convert", path, str(tmp_path / "out"), "--to", "safetensors"])
+    assert done.exit_code == 0, done.output
+    assert torch.equal(load(tmp_path / "out")["w"], torch.arange(3.0))
+
+
+def test_what_is_no_ascii_is_shown_where_only_ascii_is_known(tmp_path):
+    for number in (1, 2):
+        torch.save({"lr": number}, tmp_path / f"{number}.pt")
+    done = subprocess.run(
+        [sys.executable, "-m", "datastates", "diff", tmp_path / "1.pt", tmp_path / "2.pt"],
+        env={**os.environ, "PYTHONIOENCODING": "ascii:strict"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (1, "changed  lr  int 1 \\u2192 int 2\n1 changed\n")
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "1e300", "0"])
+@pytest.mark.parametrize("command", [["bench", "--state-gb"], ["bench", "--host-cache-gb"], ["doctor", "--params"]])
+def test_an_amount_is_a_number_that_there_is(tmp_path, command, value):
+    done = CliRunner().invoke(main, [*command, value, *([str(tmp_path)] if command[0] == "bench" else [])])
+    assert done.exit_code == exit_codes.USAGE
+    assert command[1] in done.stderr

@@ -73,7 +73,8 @@ def test_a_tag_that_is_not_there_is_an_error(run):
 def test_what_is_damaged_neither_counts_nor_goes(run):
     (run / "step100" / "a.pt").unlink()
     (run / "latest").unlink()
-    assert json.loads(prune(run, "--keep-last", 1, "--json"))["would_remove"] == [str(run / "step9"), str(run / "step10")]
+    doomed = json.loads(prune(run, "--keep-last", 1, "--json"))["would_remove"]
+    assert doomed == [str(run / "step9"), str(run / "step10")]
 
 
 def test_links_neither_count_nor_go_and_what_they_point_to_stays(run, tmp_path):

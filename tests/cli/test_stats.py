@@ -101,3 +101,26 @@ def test_no_records(tmp_path, name):
     result = CliRunner().invoke(main, ["stats", str(tmp_path / name)])
     assert result.exit_code == exit_code_of(CheckpointNotFoundError(""))
     assert "events_dir" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"event": "save", "rank": null, "begin": 1, "end": 2, "attempt": "x"}',
+        '{"event": "save", "rank": 1e999, "begin": 1, "end": 2, "attempt": "x"}',
+        '{"event": "save", "rank": 0, "begin": NaN, "end": 2, "attempt": "x"}',
+        '{"event": "save", "rank": 0, "begin": 1, "end": Infinity, "attempt": "x"}',
+        '{"event": "save", "rank": 0, "begin": 1, "end": 2, "attempt": "x", "nbytes": null}',
+        '{"event": "save", "rank": 0, "begin": 1, "end": 2, "attempt": "x", "nbytes": 1e400}',
+        '{"event": ["save"], "rank": 0, "begin": 1, "end": 2, "attempt": "x"}',
+        '{"event": "save", "rank": 0, "begin": 1, "end": 2, "attempt": {}}',
+        '{"event": "committed", "rank": 0, "begin": 1, "end": 2, "attempt": "x", "path": {"a": 1}}',
+        '{"event": "save", "rank": 0, "begin": ' + "9" * 400 + ', "end": 2, "attempt": "x"}',
+        "[" * 100_000,
+    ],
+    ids=range(11),
+)
+def test_records_of_others_are_left_out(tmp_path, line):
+    (tmp_path / "a.jsonl").write_text(line + "\n")
+    with pytest.raises(CheckpointNotFoundError, match="no records"):
+        read_records(str(tmp_path))

@@ -396,6 +396,17 @@ class FormatContract:
             self.plan({"w": torch.ones(2), "model": [1, {"callback": leaf}]})
         assert caught.value.fqn == "model.1.callback"
 
+    @pytest.mark.parametrize("is_eager", [lazy, lambda _fqn, _tensor: True])
+    def test_memory_that_was_freed_or_shrunk_is_never_read(self, is_eager: IsEager) -> None:
+        for nbytes in (0, 60):
+            for wrap in (list, tuple, lambda tensors: [Settings(0.1, tensors[0])], lambda t: [t[0].view(8, 2).t()]):
+                tensor = torch.ones(16)
+                state = {"w": wrap([tensor])}
+                tensor.untyped_storage().resize_(nbytes)
+                with pytest.raises(StateError, match=f"w.*storage of {nbytes} bytes, too short") as caught:
+                    self.plan(state, is_eager)
+                assert caught.value.fqn.startswith("w")
+
     def test_meta_tensor_is_named(self) -> None:
         for state in (
             {"a": [torch.empty(2, device="meta")]},

@@ -76,6 +76,11 @@ def loaded(file_plan: FilePlan | None) -> Any:
     return torch.load(io.BytesIO(image), weights_only=True)
 
 
+def resized(tensor: torch.Tensor, nbytes: int) -> torch.Tensor:
+    tensor.untyped_storage().resize_(nbytes)
+    return tensor
+
+
 def num_structures(planner: TorchPlanner) -> int:
     return len(planner._structures)
 
@@ -103,6 +108,40 @@ def test_the_same_as_the_reference(state: Any) -> None:
         expected = torch.load(io.BytesIO(image_of(reference)), **options)
         assert_same(torch.load(io.BytesIO(image_of(found)), **options), expected)
         assert [s.fqn for s in found.segments if s.fqn] == [s.fqn for s in reference.segments if s.fqn]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (lambda t: {"a": t, "b": 3}, lambda t: {"a": 3, "b": t}),
+        (lambda t: [t, 3], lambda t: [3, t]),
+        (lambda t: {"a": {"x": t}, "b": {"x": 3}}, lambda t: {"a": {"x": 3}, "b": {"x": t}}),
+        (lambda t: {"a": t, "b": {"c": 3}}, lambda t: {"a": 3, "b": {"c": t}}),
+    ],
+)
+def test_a_tensor_in_the_place_of_a_value_has_a_name_of_its_own(first: Any, second: Any) -> None:
+    planner = TorchPlanner()
+    assert made(planner, first(torch.ones(3000))) is not None
+    state = second(torch.ones(3000))
+    found = made(planner, state)
+    reference = plan(state, "torch", capture_host, EagerRule(1 << 10))
+    names = [segment.fqn for segment in reference.segments if segment.fqn]
+    assert [segment.fqn for segment in found.segments if segment.fqn] == names
+    asked: list[str] = []
+    made(planner, state, is_volatile=lambda fqn, _: bool(asked.append(fqn)))
+    assert asked == names, "else what is volatile by its name would be copied late, and torn"
+
+
+class Hiding(dict):
+    """Pickled without what is in it."""
+
+    def __reduce__(self) -> Any:
+        return dict, ()
+
+
+def test_a_hidden_tensor_that_takes_the_place_of_an_unsaved_one() -> None:
+    state = {"seen": Hiding(x=torch.ones(3000)), "hidden": Settings(0.1, torch.ones(3000))}
+    assert made(TorchPlanner(), state) is None
 
 
 def _changed(what: str) -> dict[str, Any]:
@@ -191,6 +230,8 @@ def test_lazy_sources_follow_no_rebinding() -> None:
         lambda: Settings(0.1, torch.ones(2)),
         lambda: torch.ones(2).untyped_storage(),
         lambda: [torch.ones(2)] * 2,
+        lambda: resized(torch.ones(2), 0),
+        lambda: resized(torch.ones(2), 4),
     ],
 )
 def test_what_is_not_ordinary_is_left_to_the_reference(odd: Any) -> None:
@@ -226,3 +267,11 @@ def test_structures_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_planner, "_MAX_TENSORS", 6)
     made(planner, {str(n): torch.ones(1) for n in range(3)})
     assert [len(one.kinds) for one in planner._structures] == [2, 3]
+
+
+def test_names_that_change_with_each_save_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_planner, "_MAX_STRUCTURES", 4)
+    planner = TorchPlanner()
+    for step in range(9):
+        made(planner, {f"step{step}": step})
+    assert num_structures(planner) == 4

@@ -66,7 +66,9 @@ def printable(text: str, *, lines: bool = False) -> str:
 def _cell(cell: str | Text, *, lines: bool) -> Text:
     plain = cell if isinstance(cell, str) else cell.plain
     shown = printable(plain, lines=lines)
-    return cell if isinstance(cell, Text) and shown == plain else Text(shown, cell.style if isinstance(cell, Text) else "")
+    if isinstance(cell, Text):
+        return cell if shown == plain else Text(shown, cell.style)
+    return Text(shown)
 
 
 class Amount(click.FloatRange):

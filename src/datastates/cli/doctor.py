@@ -19,7 +19,7 @@ from datastates.doctor.installation import find_deepspeed, installation_findings
 from datastates.doctor.machine import Machine, memory_findings
 from datastates.doctor.pace import Load, interval_finding, pace_findings, state_nbytes
 
-MAX_PARAMS = 1e15
+MAX_PARAMS = 10**15
 """A thousand times the largest models."""
 
 _COLOURS = {Severity.GOOD: "green", Severity.WARNING: "yellow", Severity.WRONG: "bold red"}
@@ -32,7 +32,9 @@ _COLOURS = {Severity.GOOD: "green", Severity.WARNING: "yellow", Severity.WRONG: 
 @click.option(
     "--directory", type=click.Path(), help="Folder for checkpoints: measure its disk by a short write of up to 1 GiB."
 )
-@click.option("--params", type=Amount(1, MAX_PARAMS), help="Parameters of the model (7e9), for the size of a checkpoint.")
+@click.option(
+    "--params", type=Amount(1, MAX_PARAMS), help="Parameters of the model (7e9), for the size of a checkpoint."
+)
 @click.option("--state-gb", type=Amount(0, MAX_GIB, min_open=True), help="Size of a checkpoint of the whole job, GiB.")
 @click.option("--step-seconds", type=Amount(0, min_open=True), help="How long a training step takes.")
 @click.option("--save-interval", type=click.IntRange(1), help="Steps between saves, to be judged.")

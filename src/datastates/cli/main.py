@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import importlib
+import io
+import sys
 
 import click
 
@@ -74,8 +76,11 @@ def tell(error: Exception) -> None:
 @click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, prog_name="datastates", message="%(prog)s %(version)s")
 @click.option("--debug", is_flag=True, help="On an error, show where it happened instead of one line.")
-def main(debug: bool) -> None:  # `debug` is read by CommandGroup.invoke
+def main(debug: bool) -> None:  # noqa: ARG001 - read by CommandGroup.invoke
     """Lazy checkpoints for PyTorch and DeepSpeed: look at them, check them, convert them.
 
     Results go to standard output, progress and errors to standard error. Exit codes are listed in docs/cli.md.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # an arrow must not end a command where only ASCII is known

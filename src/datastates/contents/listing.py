@@ -155,7 +155,10 @@ def _described(node: Any) -> tuple[str, str]:
     if isinstance(node, Call):
         made_by = node.args[0] if node.class_name in _RECONSTRUCTORS and node.args else node.function
         return str(made_by) if isinstance(made_by, Global) else node.class_name, ""
-    return type(node).__name__, _cut(repr(node))
+    try:
+        return type(node).__name__, _cut(repr(node))
+    except ValueError:  # Python's limit on the digits of an int that is made a text
+        return type(node).__name__, "(too many digits to be shown)"
 
 
 def _described_node(node: Any) -> tuple[str, str]:

@@ -33,6 +33,9 @@ class _SubsetPickler(_PythonPickler):  # type: ignore[misc]
         self.save(call.function)
         self.save(call.args)
         self.write(pickle.NEWOBJ if call.is_new else pickle.REDUCE)
+        if id(call) in self.memo:  # a part of its arguments refers to it, and has made it on the way
+            self.write(pickle.POP + self.get(self.memo[id(call)][0]))
+            return
         self.memoize(call)
         if call.elements:
             self._batch_appends(call.elements)

@@ -85,7 +85,14 @@ def _cause(error: CheckpointException, directory: str, origin: str) -> BaseExcep
         return StateError(f"{origin}: two leaves have one name in a distributed checkpoint: {cause}")
     if isinstance(cause, OSError) and not isinstance(cause, DataStatesError):
         return StorageError(f"{directory} cannot be written: {cause.strerror}", cause.errno, directory)
+    if isinstance(cause, RuntimeError) and _TORCH_WRITER in str(cause):
+        message = f"{directory} cannot be written: torch met a short write, as on a full disk"
+        return StorageError(message, path=directory)
     return cause
+
+
+_TORCH_WRITER = "inline_container.cc"
+"""Where torch raises a RuntimeError if a file took less than was written, and forgets the OSError behind it."""
 
 
 class _Planner(DefaultSavePlanner):

@@ -34,7 +34,7 @@ def read_config(path: str) -> dict[str, Any]:
         raise ConfigError(f"{path} is no text: {error}") from error
     try:
         config = _parse(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: {' '.join(str(error).split())}") from error
     if not isinstance(config, dict):
         raise ConfigError(f"{path} holds a {type(config).__name__}, expected the JSON object of a DeepSpeed config")

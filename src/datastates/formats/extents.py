@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from datastates.formats.pickling import check_has_bytes
 from datastates.state import alias
 
 _Key = tuple[int, int, torch.Size, tuple[int, ...], torch.dtype, bool, bool]
@@ -136,7 +137,12 @@ class Extents:
 
 
 def view_of(tensor: torch.Tensor, fqn: str | None) -> View:
-    """The window of a tensor that has its own storage (see `state.has_own_storage`)."""
+    """The window of a tensor that has its own storage (see `state.has_own_storage`).
+
+    Raises:
+        StateError: the storage is shorter than the window.
+    """
+    check_has_bytes(tensor, fqn or "")
     itemsize, address = tensor.itemsize, tensor.untyped_storage()._cdata
     begin, count = int(tensor.storage_offset()) * itemsize, tensor.numel()
     if tensor.is_contiguous():

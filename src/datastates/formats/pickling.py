@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from datastates.errors import StateError
-from datastates.state import children, join
+from datastates.state import children, has_its_bytes, has_own_storage, join
 
 #: Source: ``torch.serialization.DEFAULT_PROTOCOL``.
 PROTOCOL = 2
@@ -74,6 +74,17 @@ def reduce_tensor(tensor: torch.Tensor) -> Reduced:
     return reduced
 
 
+def check_has_bytes(tensor: torch.Tensor, fqn: str) -> None:
+    """Raise StateError where a tensor's storage is shorter than the tensor: what lies there belongs to others."""
+    if not has_its_bytes(tensor):
+        found = tensor.untyped_storage().nbytes()
+        raise StateError(
+            f"{fqn or 'a tensor'} of shape {tuple(tensor.shape)} has a storage of {found} bytes, too short for it: it"
+            " was freed or shrunk; save it before that, or take it out of the state",
+            fqn,
+        )
+
+
 class _Sink(io.RawIOBase):
     def writable(self) -> bool:
         return True
@@ -89,6 +100,8 @@ class _Probe(pickle.Pickler):
         if isinstance(value, torch.Tensor):
             if value.device.type == "meta":
                 raise StateError("meta tensor")
+            if has_own_storage(value):
+                check_has_bytes(value, "")
             return ""
         return "" if isinstance(value, STORAGES) else None
 

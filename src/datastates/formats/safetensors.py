@@ -60,15 +60,22 @@ def plan_flat(tensors: Mapping[str, torch.Tensor]) -> FilePlan:
     """Lay out a safetensors file as others do: the tensors by name, no tree, no shared bytes. All are lazy.
 
     Raises:
-        StateError: safetensors has no such dtype; or the names fill more than a header may hold.
+        StateError: safetensors has no such dtype or no such name; or the names fill more than a header may hold.
     """
     stored = []
     for name, tensor in tensors.items():
         dtype = SAFETENSORS_NAMES.get(tensor.dtype)
+        if name == METADATA_NAME or any(map(_is_surrogate, name)):
+            raise StateError(f"{name!a} cannot be the name of a tensor in a safetensors file", name)
         if dtype is None:
             raise StateError(f"{name}: safetensors has no dtype {tensor.dtype}", name)
         stored.append(Stored(name, dtype, tuple(tensor.shape), tensor.itemsize, lazy_block(tensor, name)))
     return _lay_out(in_file_order(stored), {"format": "pt"})
+
+
+def _is_surrogate(character: str) -> bool:
+    """Whether it is half of a character, which UTF-8 cannot hold."""
+    return "\ud800" <= character <= "\udfff"
 
 
 def _padded(stored: list[Stored]) -> list[Stored]:

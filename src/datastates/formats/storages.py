@@ -191,7 +191,7 @@ class MappedStorages:
 
     def __init__(self, file: FileReader, regions: Iterable[Region]) -> None:
         self._regions = {region.name: region for region in regions}
-        self._whole = torch.UntypedStorage.from_file(file.path, False, file.nbytes)
+        self._whole = torch.UntypedStorage.from_file(file.utf8_path, False, file.nbytes)
 
     def take(self, name: str) -> torch.Tensor:
         region = self._regions[name]

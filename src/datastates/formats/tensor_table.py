@@ -13,6 +13,7 @@ from datastates.contents.state_tree import PAD_NAME, TREE_NAME
 from datastates.errors import StateError
 from datastates.formats.dtypes import SAFETENSORS_NAMES
 from datastates.formats.image import Block, capture_block, lazy_block
+from datastates.formats.pickling import check_has_bytes
 from datastates.formats.torch_names import torch_name
 from datastates.state import Capture, IsEager, join
 
@@ -59,6 +60,7 @@ class TensorTable:
             return known[0]
         if tensor.device.type == "meta":
             raise StateError(f"{fqn}: a tensor on the meta device has no data to save", fqn or "")
+        check_has_bytes(tensor, fqn or owner)
         stored = self._store(tensor, fqn, owner)
         record: dict[str, Any] = {
             "name": stored.name,

@@ -22,6 +22,9 @@ from datastates.state import CONTAINERS, DEVICES_WITHOUT_STORAGE, EagerRule, nam
 #: Structures are kept for this many tensors in all; a few hundred bytes each.
 _MAX_TENSORS = 500_000
 
+#: And so many in all: a run saves a few dozen files per rank, and names that change with each save must not pile up.
+_MAX_STRUCTURES = 256
+
 _QUANTIZED = frozenset({torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4})
 _COMPLEX = frozenset({torch.complex32, torch.complex64, torch.complex128})
 
@@ -40,7 +43,7 @@ class _Structure:
         kinds: what describes each tensor, in the order of the pickle.
         addresses: where each tensor's bytes were.
         owners: per tensor the position of the first one with the same bytes.
-        keys: the keys of all containers, from which the names follow.
+        keys: what `_keys` says of all containers, from which the names follow.
         names: fqn of each tensor.
         pickles: what rebuilds each tensor.
         eager: positions of the eager tensors with bytes of their own, in file order.
@@ -86,13 +89,15 @@ class TorchPlanner:
         except RuntimeError:  # no strides, no memory of its own: sparse, nested, batched
             return None
         keys = _keys(state, len(tensors))
-        if kinds is None or keys is None:
+        if kinds is None or keys is None or not _have_their_bytes(tensors):
             return None
         known = self._find(kinds, keys, addresses)
         owners = known.owners if known and known.addresses == addresses else _owners(tensors, addresses)
         if owners is None:
             return None
         names = _names(state, tensors) if known is None else known.names
+        if names is None:
+            return None
         eager = _eager(tensors, names, owners, rule)
         if any(tensors[position].device.type != "cpu" for position in eager):
             return None
@@ -120,8 +125,9 @@ class TorchPlanner:
             if structure in self._structures:
                 self._structures.remove(structure)
             self._structures.append(structure)
-            while sum(len(known.kinds) for known in self._structures) > _MAX_TENSORS and len(self._structures) > 1:
-                del self._structures[0]
+            count = sum(len(known.kinds) for known in self._structures)
+            while (count > _MAX_TENSORS or len(self._structures) > _MAX_STRUCTURES) and len(self._structures) > 1:
+                count -= len(self._structures.pop(0).kinds)
 
 
 def _kinds(tensors: list[torch.Tensor]) -> list[_Kind] | None:
@@ -143,6 +149,15 @@ def _kinds(tensors: list[torch.Tensor]) -> list[_Kind] | None:
     if is_odd or not all(t.is_contiguous() for t in tensors) or any(kind[5] for kind in kinds):
         return None
     return kinds
+
+
+def _have_their_bytes(tensors: list[torch.Tensor]) -> bool:
+    """`state.has_its_bytes` of contiguous tensors, faster. The reference planner says which has not."""
+    return all(
+        tensor.storage_offset() * tensor.itemsize + tensor.nbytes <= tensor.untyped_storage().nbytes()
+        for tensor in tensors
+        if tensor.nbytes
+    )
 
 
 def _owners(tensors: list[torch.Tensor], addresses: list[int]) -> list[int] | None:
@@ -167,7 +182,7 @@ def _owners(tensors: list[torch.Tensor], addresses: list[int]) -> list[int] | No
 
 
 def _keys(state: object, num_tensors: int) -> list[object] | None:
-    """The keys of all containers, from which the names of tensors follow.
+    """Which keys and positions of all containers have tensors and containers: the names of tensors follow from that.
 
     None where the containers hold another number of tensors than the pickle: some are hidden in other objects.
     """
@@ -180,25 +195,27 @@ def _keys(state: object, num_tensors: int) -> list[object] | None:
         if id(node) in visited:
             continue
         visited.add(id(node))
-        if isinstance(node, dict):
-            found.append(list(node))
-            values: Iterable[object] = node.values()
-        else:
-            values = node  # type: ignore[assignment]
+        keys = list(node) if isinstance(node, dict) else None
+        values: Iterable[object] = node.values() if isinstance(node, dict) else node  # type: ignore[assignment]
         kinds = list(map(type, values))
-        count += kinds.count(torch.Tensor)
-        if _LEAVES.issuperset(kinds):
-            continue
-        for position, value in enumerate(values):
-            if isinstance(value, CONTAINERS):
-                found.append(position)
-                stack.append(value)
+        num_here = kinds.count(torch.Tensor)
+        count += num_here
+        where = num_here if num_here in (0, len(kinds)) else [kind is torch.Tensor for kind in kinds]
+        inner: list[int] = []
+        if not _LEAVES.issuperset(kinds):
+            for position, value in enumerate(values):
+                if isinstance(value, CONTAINERS):
+                    inner.append(position)
+                    stack.append(value)
+        found.append((keys, where, inner))
     return found if count == num_tensors else None
 
 
-def _names(state: object, tensors: list[torch.Tensor]) -> list[str]:
+def _names(state: object, tensors: list[torch.Tensor]) -> list[str] | None:
+    """The names of the tensors; None where no container leads to one of them."""
     named = named_tensors(state)
-    return [named[id(tensor)][0] for tensor in tensors]
+    found = [named.get(id(tensor)) for tensor in tensors]
+    return None if None in found else [entry[0] for entry in found if entry is not None]
 
 
 def _eager(tensors: list[torch.Tensor], names: list[str], owners: list[int], rule: EagerRule) -> list[int]:
