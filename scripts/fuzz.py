@@ -1,6 +1,6 @@
 """Loads a million damaged files, each in one of all ways; says what came of it.
 
-    python scripts/fuzz.py                          1,000,000 files, an hour on 2 cores
+    python scripts/fuzz.py                          1,000,000 files, some two hours on 2 cores
     python scripts/fuzz.py --count 20000 --first 5000000 --processes 4
 
 The files are those of ``tests/stress/fuzz.py``; each follows from its number. Exit status 1 when a loader gave another
