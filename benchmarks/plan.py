@@ -57,11 +57,11 @@ def measure(num_tensors: int, folder: str, repeat: int) -> dict[str, float]:
         with CheckpointEngine({"host_cache_size": 0.5}, rank=0) as engine:
             engine.save({"warm": torch.ones(1)}, path)
             engine.wait(persist=True)
-            first.append(milliseconds(lambda: engine.save(state, path)))  # noqa: B023 - called at once
+            first.append(milliseconds(lambda: engine.save(state, path)))
             for _ in range(3):
                 engine.wait(persist=True)
                 train(state)
-                known.append(milliseconds(lambda: engine.save(state, path)))  # noqa: B023
+                known.append(milliseconds(lambda: engine.save(state, path)))
         gc.collect()
         reference.append(milliseconds(lambda: formats.plan(state, "torch", capture_host, default_is_eager(1 << 16))))
     os.unlink(path)
@@ -81,10 +81,9 @@ def main() -> None:
     print("| tensors | first save, ms | known structure, ms | reference planner, ms | µs per tensor, known |")
     print("|---:|---:|---:|---:|---:|")
     for row in rows:
-        per_tensor = 1e3 * row["known"] / row["tensors"]
-        print(
-            f"| {row['tensors']:,} | {row['first']:.0f} | {row['known']:.0f} | {row['reference']:.0f} | {per_tensor:.1f} |"
-        )
+        times = [f"{row[name]:.0f}" for name in ("first", "known", "reference")]
+        per_tensor = f"{1e3 * row['known'] / row['tensors']:.1f}"
+        print("| " + " | ".join([f"{row['tensors']:,}", *times, per_tensor]) + " |")
     if arguments.out:
         with open(arguments.out, "w", encoding="utf-8") as file:
             json.dump(rows, file, indent=1)

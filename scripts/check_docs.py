@@ -1,7 +1,8 @@
 """Checks that the documents tell the truth about the repository: links, paths, commands and examples in them are alive.
 
-For every Markdown file of the repository: relative links and their anchors exist, paths in `code` exist, with the function behind ``::``, ``make``
-targets and scripts in shell blocks exist, Python blocks compile, JSON blocks parse. Nothing is fetched or run.
+For every Markdown file of the repository: relative links and their anchors exist, paths in `code` exist, with the
+function behind ``::``, ``make`` targets and scripts in shell blocks exist, Python blocks compile, JSON blocks parse.
+Nothing is fetched or run.
 Prints each finding as ``file:line: what is wrong`` and ends with 1 when there is one.
 """
 

@@ -12,6 +12,7 @@ runtime/swap_tensor/optimizer_utils.py.
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 import re
 import shutil
@@ -41,8 +42,7 @@ def without_copy(engine: Any) -> Iterator[None]:
     With ``pipeline_write`` it leaves tensors over buffers that backward uses for other things, with whatever they hold;
     without, empty ones. Here they are empty always.
     """
-    for info in engine.optimizer.optimizer_swapper.swap_params_info.values():
-        info.release_memory()
+    _release(engine.optimizer)
     save_zero_checkpoint = engine._save_zero_checkpoint
 
     def save_zero_checkpoint_and_hide(*args: Any, **kwargs: Any) -> Any:
@@ -74,8 +74,8 @@ def check_offload(engine: Any, load_dir: str, tag: Any) -> None:
     if tag is None or not engine.zero_optimization():
         return
     directory = os.path.join(load_dir, tag)
-    if not os.path.isdir(directory):
-        return
+    if not glob.glob(os.path.join(glob.escape(directory), "*_optim_states.pt")):
+        return  # no such checkpoint, or not of ZeRO: DeepSpeed says so
     missing = [path for _, path in swap_files(engine, directory) if not os.path.isfile(path)]
     if missing:
         raise TopologyError(
@@ -99,11 +99,18 @@ def load_checkpoint(
     """
     optimizer = engine.optimizer
     tag = manifest.read_latest(load_dir) if tag is None else str(tag)
+    post_step = optimizer._post_step
+
+    def post_step_and_release(*arguments: Any) -> None:
+        post_step(*arguments)
+        _release(optimizer)  # what is loaded next is empty, and must not be copied over what a buffer happens to hold
+
     engine.zero_nvme_offload_optimizer = lambda: False  # so that step counts and resident sub-groups are loaded
+    optimizer._post_step = post_step_and_release
     try:
         result = original(engine, load_dir, tag, *args, **kwargs)
     finally:
-        del engine.zero_nvme_offload_optimizer
+        del engine.zero_nvme_offload_optimizer, optimizer._post_step
     if tag is None or result[0] is None:
         return result
     optimizer.checkpoint_event_prologue()
@@ -131,6 +138,12 @@ def swap_files(engine: Any, directory: str) -> list[tuple[str, str]]:
     swapped = engine.optimizer.optimizer_swapper.swap_params_info.values()
     paths = [path for info in swapped for path in info.get_swap_paths()]
     return [(path, os.path.join(folder, _stable_name(os.path.basename(path), first))) for path in paths]
+
+
+def _release(optimizer: Any) -> None:
+    """Empty the tensors that stand for swapped states; the next swap-in gives them memory again."""
+    for info in optimizer.optimizer_swapper.swap_params_info.values():
+        info.release_memory()
 
 
 def _stable_name(name: str, first: int) -> str:
