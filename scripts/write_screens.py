@@ -1,7 +1,7 @@
 """Writes into docs/cli.md what the commands print, as text: of small checkpoints that it makes, and damages, itself.
 
 The block between ``<!-- screens -->`` and ``<!-- end of screens -->`` is replaced. ``--check`` writes nothing, and ends
-with 1 where the document is out of date. What differs from run to run is fixed: paths, ages, rates, and the records
+with 1 where the document is out of date. What differs from run to run is fixed: ages, rates, and the records
 that ``stats`` reads, which are written by hand in the form of the library.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import shlex
 import sys
@@ -82,7 +81,7 @@ def screen(command: str) -> str:
         done = CliRunner().invoke(main, shlex.split(command), prog_name="datastates")
     if done.exit_code >= 70:
         raise RuntimeError(f"datastates {command} failed: {done.output}")
-    output = _RATE.sub("1.9 GiB/s", done.output.replace(f"{Path.cwd()}{os.sep}", ""))
+    output = _RATE.sub("1.9 GiB/s", done.output)
     status = f"$ echo $?\n{done.exit_code}\n" if done.exit_code else ""
     return f"```console\n$ datastates {command}\n{output}{status}```\n"
 
@@ -118,13 +117,14 @@ def write_records() -> None:
 
 def _records(rank: int, number: int, step: int) -> Iterator[dict[str, object]]:
     begin = 1000.0 + 60 * number
-    common = {"rank": rank, "attempt": f"run-{number}", "path": f"checkpoints/global_step{step}/rank{rank}.pt"}
+    folder = Path("checkpoints", f"global_step{step}").absolute()
+    common = {"rank": rank, "attempt": f"run-{number}", "path": str(folder / f"rank{rank}.pt")}
     ends = {"save": 0.021 + 0.002 * rank, "staged": 1.4, "durable": 4.25 + 0.5 * rank}
     for event, seconds in ends.items():
         yield {"event": event, **common, "begin": begin, "end": begin + seconds, "nbytes": 4200 * _MIB}
     yield {"event": "fence", "rank": rank, "begin": begin + 1.1, "end": begin + 1.1 + 0.05 * number, "num_files": 1}
     if rank == 0:
-        whole = {"path": f"checkpoints/global_step{step}", "nbytes": 8400 * _MIB}
+        whole = {"path": str(folder), "nbytes": 8400 * _MIB}
         yield {"event": "committed", **common, **whole, "begin": begin, "end": begin + 4.9}
 
 

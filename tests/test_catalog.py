@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from datastates import CheckpointEngine, list_checkpoints, load_latest, recovery
+from datastates import CheckpointEngine, catalog, list_checkpoints, load_latest, recovery
 from datastates.contents.listing import list_file
-from datastates.errors import CheckpointNotFoundError, CorruptCheckpointError, MismatchError
+from datastates.errors import CheckpointNotFoundError, CorruptCheckpointError, MismatchError, StorageError
 from datastates.manifest import (
     ABORTED_NAME,
     COMMIT_NAME,
@@ -119,6 +119,31 @@ def test_why_it_was_given_up(tmp_path: pathlib.Path) -> None:
     assert COMMIT_NAME in found["step4"].problem and "not JSON" in found["step4"].problem
 
 
+@pytest.mark.parametrize("name", ["read_commit", "check"])
+def test_what_is_removed_meanwhile_is_left_out(root: pathlib.Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    original = getattr(catalog, name)
+
+    def removing(directory: str) -> Any:
+        if directory.endswith("step10"):
+            shutil.rmtree(directory)
+        return original(directory)
+
+    monkeypatch.setattr(catalog, name, removing)
+    assert [one.step for one in list_checkpoints(root)] == [9, 11]
+    shutil.copytree(root / "global_step9", root / "global_step10")
+    with pytest.raises(CheckpointNotFoundError, match="global_step10 was removed while"):
+        list_checkpoints(root / "global_step10")
+
+
+def test_what_cannot_be_looked_at_is_told(root: pathlib.Path) -> None:
+    """A file stands where a folder of the checkpoint should be."""
+    folder = root / "global_step10"
+    shutil.rmtree(folder / "sub")
+    (folder / "sub").write_bytes(b"")
+    with pytest.raises(StorageError, match=r"cannot look at .*rank_0\.pt: Not a directory"):
+        list_checkpoints(root)
+
+
 def test_listing_loads_no_torch(root: pathlib.Path, run_script: Any) -> None:
     code = (
         "import sys, datastates\n"
@@ -144,6 +169,8 @@ def test_some_of_its_files(root: pathlib.Path, names: Any) -> None:
     assert load_latest(root, names).files.keys() == {"model.pt"}
     with pytest.raises(MismatchError, match=r"has no file 'modle\.pt'; near names: 'model\.pt'"):
         load_latest(root, "modle.pt")
+    with pytest.raises(MismatchError, match=r"has no file 'xyz\*'; it has model\.pt, sub/rank_0\.pt$"):
+        load_latest(root, "xyz*")
 
 
 def test_damaged_and_incomplete_ones_are_skipped_and_named(

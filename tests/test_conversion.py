@@ -246,6 +246,42 @@ def test_a_folder_is_converted_file_by_file(tmp_path):
     assert (tmp_path / "back" / "notes.json").read_text() == "{}"
 
 
+class StopError(Exception):
+    """Ends a conversion in the middle."""
+
+
+@pytest.mark.parametrize("is_changed", [False, True])
+def test_a_copied_file_is_kept_by_the_next_conversion_unless_it_has_changed(tmp_path, is_changed):
+    (tmp_path / "in").mkdir()
+    write("torch", {"w": torch.zeros(5000)}, tmp_path / "in" / "large.pt")
+    write("torch", {"w": torch.zeros(5)}, tmp_path / "in" / "small.pt")
+    large_nbytes = (tmp_path / "in" / "large.pt").stat().st_size
+
+    def stop(done: int, _: int) -> None:
+        if done > large_nbytes:
+            raise StopError
+
+    with pytest.raises(StopError):
+        convert_to_torch(tmp_path / "in", tmp_path / "out", num_workers=1, progress=stop)
+    assert not (tmp_path / "out").exists()
+    if is_changed:
+        write("torch", {"w": torch.ones(5000)}, tmp_path / "in" / "large.pt")
+    done = convert_to_torch(tmp_path / "in", tmp_path / "out", num_workers=1)
+    assert done.num_kept == (0 if is_changed else 1)
+    assert_equal(load(tmp_path / "out" / "large.pt"), {"w": torch.full((5000,), float(is_changed))})
+
+
+def test_a_damaged_file_in_a_folder_is_not_copied(tmp_path):
+    (tmp_path / "in").mkdir()
+    write("torch", {"w": torch.zeros(5000)}, tmp_path / "in" / "a.pt")
+    content = bytearray((tmp_path / "in" / "a.pt").read_bytes())
+    content[len(content) // 2] ^= 1
+    (tmp_path / "in" / "a.pt").write_bytes(content)
+    with pytest.raises(CorruptCheckpointError, match=r"a\.pt"):
+        convert_to_torch(tmp_path / "in", tmp_path / "out")
+    assert os.listdir(tmp_path) == ["in"]
+
+
 def test_two_files_that_would_get_one_name_are_refused(tmp_path):
     (tmp_path / "in").mkdir()
     write("torch", weights(), tmp_path / "in" / "a.pt")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from datastates import CheckpointEngine, load, verify
+from datastates import CheckpointEngine, load, reader, verify
 from datastates.contents.listing import list_file
 from datastates.errors import CorruptCheckpointError
 from datastates.integrity import record_of
@@ -184,6 +184,23 @@ def test_progress_of_verify_adds_up(checkpoint: pathlib.Path) -> None:
 def test_verify_of_a_missing_file(checkpoint: pathlib.Path) -> None:
     (checkpoint / NAMES[0]).unlink()
     assert [problem.message for problem in verify(str(checkpoint))] == ["the file is missing"]
+
+
+def test_files_that_only_torch_reads_are_checked_as_parts_of_a_checkpoint(tmp_path: pathlib.Path) -> None:
+    """They have no checksums of their own."""
+    torch.save(make_state(), tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    path = tmp_path / "step1" / "old.pt"
+    with CheckpointEngine({"host_cache_size": 0.02}, rank=0) as engine:
+        with engine.checkpoint(str(path.parent), "step1"):
+            engine.save_file(str(tmp_path / "old.pt"), str(path))
+        engine.wait(persist=True)
+    reader.verify(path)
+    assert torch.equal(load(path)["big"], make_state()["big"])
+    flip(path, path.stat().st_size - 9)
+    for read in (reader.verify, load):
+        with pytest.raises(CorruptCheckpointError, match="objects is damaged"):
+            read(path)
+    assert not torch.equal(load(path, check=False)["big"], make_state()["big"])
 
 
 # --- files of torch.save

@@ -99,6 +99,11 @@ def test_a_name_is_no_prefix_within_a_word(path: pathlib.Path) -> None:
         load(path, keys="mod")
 
 
+def test_a_misspelt_beginning_names_the_right_one(path: pathlib.Path) -> None:
+    with pytest.raises(MismatchError, match="nothing is named 'modle'; near names: 'model'"):
+        load(path, keys="modle")
+
+
 def test_a_name_that_matches_nothing_names_near_ones(path: pathlib.Path) -> None:
     with pytest.raises(MismatchError, match=r"'model\.a\.wieght'; near names: 'model\.a\.weight'") as caught:
         load(path, keys=["step", "model.a.wieght"])
@@ -172,6 +177,19 @@ def test_targets_keep_dtype_strides_and_autograd(path: pathlib.Path) -> None:
     assert parameter.dtype is torch.float64 and torch.equal(parameter.float(), weight) and parameter._version > version
     assert turned.stride() == (1, 300) and torch.equal(turned, weight)
     assert step.dtype is torch.int64 and step == 3
+
+
+@pytest.mark.parametrize("is_inside", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_targets_of_inference_mode(path: pathlib.Path, is_inside: bool, dtype: torch.dtype) -> None:
+    with torch.inference_mode():
+        flat, turned = torch.zeros(300, 700, dtype=dtype), torch.zeros(700, 300, dtype=dtype).t()
+    ordinary = torch.zeros(300, 700, dtype=dtype)
+    weight = make_state()["model"]["a.weight"].to(dtype)
+    for target in (flat, turned, ordinary):
+        with torch.inference_mode(is_inside):
+            load(path, into={"model": {"a.weight": target}}, strict=False)
+        assert torch.equal(target, weight)
 
 
 def test_a_flat_dictionary_is_a_template_too(path: pathlib.Path) -> None:

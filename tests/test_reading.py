@@ -121,6 +121,30 @@ def test_a_file_system_without_direct_reads(path: str, content: bytes, monkeypat
         assert read_whole(file) == content
 
 
+@pytest.mark.parametrize("successor", [b"", b"another file"])
+def test_a_file_that_is_replaced_while_it_is_opened_is_still_one(
+    path: str, content: bytes, successor: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, num_direct = os.open, 0
+
+    def replacing_open(name: str, flags: int, *arguments: Any) -> int:
+        nonlocal num_direct
+        if flags & os.O_DIRECT:
+            num_direct += 1
+            os.unlink(path)
+            if successor:
+                pathlib.Path(path).write_bytes(successor)
+        return original(name, flags, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", replacing_open)
+        file = FileReader(path)
+    monkeypatch.setattr("datastates.reading.cached_nbytes", lambda *_: 0)
+    with file:
+        assert read_whole(file) == content
+    assert num_direct == 1
+
+
 def test_short_and_interrupted_reads_go_on(path: str, content: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     original, count = os.preadv, 0
 

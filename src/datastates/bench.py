@@ -8,7 +8,6 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +18,7 @@ from datastates.config import GIB
 from datastates.doctor.disk import DiskMeasurement, measure_disk
 from datastates.doctor.pace import HEADROOM
 from datastates.errors import ConfigError, StorageError
+from datastates.reading import Progress
 from datastates.system_calls import patiently
 
 TENSOR_BYTES = 64 << 20
@@ -63,7 +63,7 @@ def bench(
     *,
     num_saves: int = 4,
     section: dict[str, Any] | None = None,
-    progress: Callable[[int], object] | None = None,
+    progress: Progress | None = None,
 ) -> BenchResult:
     """Measure saving a state of ``nbytes`` under a folder; takes that much memory and twice that room on the disk.
 
@@ -112,7 +112,7 @@ def _save(
     engine: CheckpointEngine,
     state: dict[str, torch.Tensor],
     folder: str,
-    progress: Callable[[int], object] | None,
+    progress: Progress | None,
     nbytes: int,
 ) -> tuple[float, float, float]:
     path = os.path.join(folder, "state.pt")

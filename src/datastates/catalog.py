@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from datastates.attempt_folder import attempts, has_attempts
-from datastates.errors import CheckpointNotFoundError, CorruptCheckpointError
+from datastates.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError
 from datastates.integrity import check
 from datastates.manifest import (
     ABORTED_NAME,
@@ -62,7 +62,8 @@ class CheckpointRecord:
 def list_checkpoints(directory: str | os.PathLike[str]) -> list[CheckpointRecord]:
     """The checkpoints of this package directly below a folder, the oldest first; the folder itself if it is one.
 
-    Reads records and sizes only, changes nothing, and takes what another process is just saving for incomplete.
+    Reads records and sizes only, changes nothing, and takes what another process is just saving for incomplete. What
+    another process removes meanwhile is left out.
 
     Raises:
         CheckpointNotFoundError: there is no such folder.
@@ -70,7 +71,10 @@ def list_checkpoints(directory: str | os.PathLike[str]) -> list[CheckpointRecord
     """
     directory = os.path.abspath(os.fspath(directory))
     if has_attempts(directory):
-        return [_describe(directory, read_latest(os.path.dirname(directory)))]
+        record = _described(directory, read_latest(os.path.dirname(directory)))
+        if record is None:
+            raise CheckpointNotFoundError(f"{directory} was removed while it was looked at")
+        return [record]
     try:
         with storage_errors("list", directory):
             names = sorted(patiently(os.listdir, directory))
@@ -80,7 +84,20 @@ def list_checkpoints(directory: str | os.PathLike[str]) -> list[CheckpointRecord
         raise
     latest = read_latest(directory)
     folders = [folder for name in names if has_attempts(folder := os.path.join(directory, name))]
-    return sorted((_describe(folder, latest) for folder in folders), key=lambda one: (one.created_at, one.step or -1))
+    found = [record for folder in folders if (record := _described(folder, latest)) is not None]
+    return sorted(found, key=lambda one: (one.created_at, one.step or -1))
+
+
+def _described(directory: str, latest: str | None) -> CheckpointRecord | None:
+    """What is known of a checkpoint; None where it was removed meanwhile."""
+    try:
+        with storage_errors("look at", directory):
+            record = _describe(directory, latest)
+    except StorageError:
+        if os.path.lexists(directory):
+            raise
+        return None
+    return record if record.is_complete or os.path.lexists(directory) else None
 
 
 def _describe(directory: str, latest: str | None) -> CheckpointRecord:

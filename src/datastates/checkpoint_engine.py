@@ -23,6 +23,7 @@ from datastates.attempt_folder import checkpoint_of
 from datastates.config import SECTION, CheckpointConfig
 from datastates.errors import CheckpointNotFoundError, CommitError, ConfigError, CorruptCheckpointError
 from datastates.fence import Fence
+from datastates.fqns import listed
 from datastates.paths import resolved
 from datastates.saver import Saver, open_savers
 from datastates.state import IsEager
@@ -213,14 +214,10 @@ class CheckpointEngine:
         tags = [other for other, _, _ in known]
         if len(set(tags)) > 1:
             named = {rank: f"it saves {other!r}" for rank, other in enumerate(tags)}
-            message = f"{directory}: nothing is saved, since the ranks save different checkpoints: {_listed(tags)}"
+            shown = listed([f"rank {rank} {other!r}" for rank, other in enumerate(tags)], _TAGS_SHOWN)
+            message = f"{directory}: nothing is saved, since the ranks save different checkpoints: {shown}"
             return False, [], CommitError(message, named, tag)
         return policy == "skip" and any(busy for _, busy, _ in known), known[0][2] if policy == "replace" else [], None
-
-
-def _listed(tags: list[str]) -> str:
-    shown = [f"rank {rank} {tag!r}" for rank, tag in enumerate(tags[:_TAGS_SHOWN])]
-    return ", ".join(shown) + (f" and {len(tags) - _TAGS_SHOWN} more" if len(tags) > _TAGS_SHOWN else "")
 
 
 def _gather(value: Any) -> list[Any]:

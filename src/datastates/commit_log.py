@@ -16,7 +16,8 @@ ADVICE_SECONDS = 0.5
 class CommitLog:
     """One line per commit, and once what to do where flushing is slower than saving."""
 
-    def __init__(self) -> None:
+    def __init__(self, host_cache_bytes: int) -> None:
+        self._host_cache_bytes = host_cache_bytes
         self._has_advised = False
 
     def note(self, attempt: Attempt, held_seconds: float, starved_seconds: float) -> None:
@@ -38,10 +39,12 @@ class CommitLog:
         )
         if min(held_seconds, starved_seconds) > ADVICE_SECONDS and not self._has_advised:
             self._has_advised = True
+            wanted = gib * 1.05
+            is_small = wanted * 2**30 > self._host_cache_bytes  # else one save fits: several follow each other too fast
             logger.warning(
-                "flushing is slower than saving: training was held back for %.1f s because the host cache was full; "
-                "raise host_cache_size to >= %.1f or save less often than every %.1f s",
+                "flushing is slower than saving: training was held back for %.3g s because the host cache was full; "
+                "%ssave less often than every %.3g s",
                 held_seconds,
-                gib * 1.05,
+                f"raise host_cache_size to >= {wanted:.3g} or " if is_small else "",
                 seconds,
             )

@@ -20,6 +20,11 @@ BLOCK_ELEMENTS = 32768
 STRING_BYTES = 64 * 1024
 
 
+def memory_at(address: int, nbytes: int) -> memoryview:
+    """A writable view of so many bytes, more than none; whoever owns them must outlive it."""
+    return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
+
+
 def is_flat(tensor: torch.Tensor) -> bool:
     """Whether the memory at ``data_ptr()`` holds exactly the row-major elements of the tensor."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()

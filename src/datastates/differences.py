@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import TypeVar
@@ -17,16 +17,15 @@ import torch
 
 from datastates.contents.fingerprints import value_fingerprints
 from datastates.contents.listing import FileListing, TensorRecord, ValueRecord, list_file
-from datastates.fqns import join
+from datastates.loading import tensors_by_name
 from datastates.reader import load
-from datastates.state import children
+from datastates.reading import Progress
 
 PART_BYTES = 256 << 20
 """Tensors are loaded in parts of this size, or one at a time where one is larger."""
 
 _BLOCK_ELEMENTS = 1 << 22  # compared as float64, 32 MiB at a time
 
-Progress = Callable[[int], object]
 Record = TypeVar("Record", TensorRecord, ValueRecord)
 _Key = tuple[str, int]  # fqn, and how many leaves before have the same one
 
@@ -163,21 +162,8 @@ def _parts(keys: Sequence[_Key], tensors: Mapping[_Key, TensorRecord]) -> Iterat
 
 
 def _tensors(path: str, names: list[str]) -> dict[_Key, torch.Tensor]:
-    counts: Counter[str] = Counter()
-    found = {}
-    for fqn, tensor in _named(load(path, "cpu", keys=names), "", frozenset()):
-        found[fqn, counts[fqn]] = tensor
-        counts[fqn] += 1
-    return found
-
-
-def _named(node: object, prefix: str, above: frozenset[int]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each tensor under each of its names."""
-    if isinstance(node, torch.Tensor):
-        yield prefix, node.detach()
-    elif id(node) not in above:
-        for key, child in children(node):
-            yield from _named(child, join(prefix, key), above | {id(node)})
+    named = tensors_by_name(load(path, "cpu", keys=names))
+    return {(fqn, count): one.detach() for fqn, tensors in named.items() for count, one in enumerate(tensors)}
 
 
 def _of_tensors(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 _MAX_HINTS = 3
 _MAX_NAMES_COMPARED = 20_000  # comparing is slow, and a hint is only a hint
@@ -15,14 +15,25 @@ def join(prefix: str, key: object) -> str:
     return f"{prefix}.{name}" if prefix else name
 
 
+def beginnings(fqn: str) -> list[str]:
+    """Of ``"a.b.c"``: ``"a"``, ``"a.b"`` and the whole name."""
+    return [*(fqn[:position] for position, character in enumerate(fqn) if character == "."), fqn]
+
+
 def selected_by(fqn: str, keys: Collection[str]) -> set[str]:
     """Those of the keys that mean a leaf.
 
     A key is its name, or the beginning of it up to a dot; ``"a.*"`` means what is below ``"a"``.
     """
-    begins = [fqn[:position] for position, character in enumerate(fqn) if character == "."]
-    found = {name for name in (*begins, fqn) if name in keys}
-    return found | {f"{name}.*" for name in begins if f"{name}.*" in keys}
+    names = beginnings(fqn)
+    found = {name for name in names if name in keys}
+    return found | {f"{name}.*" for name in names[:-1] if f"{name}.*" in keys}
+
+
+def listed(names: Sequence[str], most: int = 3) -> str:
+    """Names for a message: at most so many of them, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def near(name: str, known: Iterable[str]) -> str:

@@ -10,8 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from datastates.attempt_folder import checkpoint_of
-from datastates.contents.parts import Part, names_within, parts_of, shown
+from datastates.contents.parts import Part, names_within, parts_of
 from datastates.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError
+from datastates.fqns import listed
 from datastates.manifest import (
     COMMIT_NAME,
     METADATA_NAME,
@@ -22,7 +23,9 @@ from datastates.manifest import (
     read_commit,
 )
 from datastates.paths import resolved
-from datastates.reading import NUM_THREADS, TILE_BYTES, Digests, FileReader, Progress, Tile
+from datastates.reading import NUM_THREADS, Digests, FileReader, Progress, tiles_of
+from datastates.storage import size_of
+from datastates.system_calls import storage_errors
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +50,11 @@ class Problem:
 
 
 def check(directory: str) -> list[Problem]:
-    """What is wrong with a checkpoint as far as names and sizes tell; empty when nothing is. Reads no tensor."""
+    """What is wrong with a checkpoint as far as names and sizes tell; empty when nothing is. Reads no tensor.
+
+    Raises:
+        StorageError: a record or a file cannot be looked at.
+    """
     try:
         record = read_commit(directory)
         if record is None:
@@ -133,14 +140,11 @@ def _ranks_in(name: str) -> tuple[int, ...]:
 
 def _verify_file(directory: str, file: FileRecord, num_threads: int, progress: Progress | None) -> list[Problem]:
     path = os.path.join(directory, file.name)
-    digests, tiles = (
-        Digests(),
-        [Tile(begin, min(begin + TILE_BYTES, file.nbytes)) for begin in range(0, file.nbytes, TILE_BYTES)],
-    )
+    digests = Digests()
     cuts = range(0, file.nbytes, file.slab_nbytes)
     try:
         with FileReader(path, num_threads=num_threads) as reader:
-            reader.run(tiles, digests, cuts, progress)
+            reader.run(tiles_of(0, file.nbytes), digests, cuts, progress)
             problems: dict[int | None, Problem] = {}
             for begin, expected in zip(cuts, file.crc32, strict=True):
                 end = min(begin + file.slab_nbytes, file.nbytes)
@@ -175,23 +179,21 @@ def _locate(reader: FileReader, begin: int, end: int, expected: int, found: int)
 
 def _crc32_of(reader: FileReader, part: Part) -> int:
     digests = Digests()
-    begins = range(part.begin, part.end, TILE_BYTES)
-    reader.run([Tile(begin, min(begin + TILE_BYTES, part.end)) for begin in begins], digests)
+    reader.run(tiles_of(part.begin, part.end), digests)
     return digests.of(part.begin, part.end) or 0
 
 
 def _problem(path: str, names: list[str], begin: int, end: int, expected: int, found: int, is_tensor: bool) -> Problem:
-    message = f"{shown(names)}: bytes {begin} to {end} have CRC-32 {found:08x}, expected {expected:08x}"
+    message = f"{listed(names)}: bytes {begin} to {end} have CRC-32 {found:08x}, expected {expected:08x}"
     return Problem(path, message, begin, names[0] if is_tensor else "", expected, found)
 
 
 def _check_sizes(directory: str, files: Iterable[FileRecord]) -> Iterator[Problem]:
     for file in files:
         path = os.path.join(directory, file.name)
-        try:
-            nbytes = os.stat(path).st_size
-        except FileNotFoundError:
+        with storage_errors("look at", path):
+            nbytes = size_of(path)
+        if nbytes is None:
             yield Problem(path, "the file is missing")
-            continue
-        if nbytes != file.nbytes:
+        elif nbytes != file.nbytes:
             yield Problem(path, f"the file has {nbytes} bytes, expected {file.nbytes}", min(nbytes, file.nbytes))

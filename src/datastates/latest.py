@@ -12,7 +12,7 @@ from typing import Any
 from datastates import recovery
 from datastates.catalog import CheckpointRecord, list_checkpoints
 from datastates.errors import CheckpointNotFoundError, CorruptCheckpointError, MismatchError, StorageError
-from datastates.fqns import near
+from datastates.fqns import listed, near
 from datastates.reader import MapLocation, load
 
 logger = logging.getLogger(__name__)
@@ -102,9 +102,9 @@ def _completed(record: CheckpointRecord) -> tuple[CheckpointRecord, str]:
     try:
         if recovery.committed_record(record.path) is None:
             return record, record.problem
-    except (CorruptCheckpointError, StorageError) as error:
+        again = list_checkpoints(record.path)[0]
+    except (CheckpointNotFoundError, CorruptCheckpointError, StorageError) as error:
         return record, str(error)
-    again = list_checkpoints(record.path)[0]
     return again, again.problem
 
 
@@ -116,7 +116,8 @@ def _chosen(record: CheckpointRecord, names: str | Iterable[str] | None) -> list
     for pattern in [names] if isinstance(names, str) else names:
         found = [name for name in known if name == pattern or fnmatch.fnmatchcase(name, pattern)]
         if not found:
-            message = f"checkpoint {record.path} has no file {pattern!r}{near(pattern, known)}"
+            hint = near(pattern, known) or f"; it has {listed(known)}"
+            message = f"checkpoint {record.path} has no file {pattern!r}{hint}"
             raise MismatchError(message, (pattern,))
         chosen += [name for name in found if name not in chosen]
     return chosen

@@ -12,7 +12,7 @@ from datastates.contents.walk import Leaf, Path
 from datastates.errors import MismatchError, StateError
 from datastates.formats.filling import copy_over, fill, why_not
 from datastates.formats.selectable import FileTensor, Selectable
-from datastates.fqns import join, near, selected_by
+from datastates.fqns import beginnings, join, listed, near, selected_by
 from datastates.reading import FileReader
 from datastates.state import children
 
@@ -55,7 +55,8 @@ def chosen(state: Selectable, keys: Iterable[str] | None, path: str) -> list[Lea
             unused -= used
     if unused or not wanted:
         missing = tuple(sorted(unused))
-        hint = near(missing[0], (leaf.fqn for leaf in state.leaves)) if missing else ""
+        known = dict.fromkeys(name for leaf in state.leaves for name in beginnings(leaf.fqn))
+        hint = near(missing[0], known) if missing else ""
         raise MismatchError(
             f"{path}: nothing is named {', '.join(map(repr, missing)) or 'by an empty list'}{hint}", missing
         )
@@ -95,13 +96,16 @@ def load_into(
 
     Raises:
         MismatchError: no name is on both sides, shapes differ, or with ``strict`` names do. Nothing was changed.
-        StateError: a target cannot be filled. Nothing was changed.
+        StateError: a target cannot be filled, or there is none. Nothing was changed.
         CorruptCheckpointError: the file is damaged. Nothing was changed, unless with ``check=False``.
     """
     found = chosen(state, keys, file.path)
-    match = _match(state, found, named_targets(targets), file.path)
+    named = tensors_by_name(targets)
+    if not named:
+        raise StateError(f"into is a {type(targets).__name__} that holds no tensor: pass a state_dict or the like")
+    match = _match(state, found, named, file.path)
     if strict and (match.missing or match.unexpected):
-        raise match.error(file.path, "names differ")
+        raise match.error(file.path, f"names differ, {len(match.pairs)} tensors match")
     if check:
         state.verify([leaf for leaf, _, _ in match.pairs], is_covered and not match.unexpected and keys is None)
     kept = {leaf.path for leaf in found if not state.is_tensor(leaf)}
@@ -121,14 +125,10 @@ def load_into(
     return Filled(graft.root, match.filled, match.missing, match.unexpected)
 
 
-def named_targets(targets: Any) -> dict[str, list[torch.Tensor]]:
-    """The tensors of a state by fqn; several where names collide (``1`` and ``"1"``).
-
-    Raises:
-        StateError: there is none.
-    """
+def tensors_by_name(state: object) -> dict[str, list[torch.Tensor]]:
+    """The tensors of a state under each of their fqns; several where names collide (``1`` and ``"1"``)."""
     named: dict[str, list[torch.Tensor]] = {}
-    stack: list[tuple[str, object, tuple[int, ...]]] = [("", targets, ())]
+    stack: list[tuple[str, object, tuple[int, ...]]] = [("", state, ())]
     while stack:
         prefix, node, above = stack.pop()
         if isinstance(node, torch.Tensor):
@@ -136,8 +136,6 @@ def named_targets(targets: Any) -> dict[str, list[torch.Tensor]]:
         elif id(node) not in above:  # else it contains itself
             inner = [(join(prefix, key), child, (*above, id(node))) for key, child in children(node)]
             stack.extend(reversed(inner))
-    if not named:
-        raise StateError(f"into is a {type(targets).__name__} that holds no tensor: pass a state_dict or the like")
     return named
 
 
@@ -155,11 +153,11 @@ class _Match:
 
     def error(self, path: str, what: str) -> MismatchError:
         lists = [
-            f"{kind}: {_listed(names)}"
+            f"{kind}: {listed(names, _NAMES_SHOWN)}"
             for kind, names in (("missing in the file", self.missing), ("without a target", self.unexpected))
             if names
         ]
-        message = f"{path}: {what}, {len(self.pairs)} tensors match; {'; '.join(lists)}; nothing was changed"
+        message = f"{path}: {what}; {'; '.join(lists)}; nothing was changed"
         return MismatchError(message, self.missing, self.unexpected)
 
 
@@ -202,11 +200,6 @@ def _shapes(found: Sequence[int], target: torch.Tensor) -> str:
 def _misfit(path: str, wrong: dict[str, str]) -> MismatchError:
     shown = "; ".join(f"{fqn} {what}" for fqn, what in list(wrong.items())[:_NAMES_SHOWN])
     return MismatchError(f"{path}: {len(wrong)} tensors do not fit: {shown}; nothing was changed", mismatched=wrong)
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
-    return ", ".join(names[:_NAMES_SHOWN]) + more
 
 
 class _Graft:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from datastates.attempt import Attempt
-from datastates.errors import DataStatesError, SaveSkippedError, TornSnapshotError
+from datastates.errors import CommitError, SaveSkippedError, TornSnapshotError
 from datastates.events import EventLog, now
 from datastates.flusher.work import CommitResult
 
@@ -74,18 +74,14 @@ class Outcomes:
 
     def skip(self, attempt: Attempt) -> None:
         """Nothing is saved for an attempt, since others are in flight."""
-        message = f"{attempt.path}: not saved, {len(self.unsettled)} earlier saves are in flight"
-        self.refuse(attempt, SaveSkippedError(message))
+        error = SaveSkippedError(f"{attempt.path}: not saved, {len(self.unsettled)} earlier saves are in flight")
+        self._note_skipped(attempt, error)
+        attempt.committed.set_exception(error)
 
-    def refuse(self, attempt: Attempt, error: DataStatesError) -> None:
-        """Nothing is saved for an attempt."""
-        if isinstance(error, SaveSkippedError):
-            self._note_skipped(attempt, error)
-        else:
-            self.fail(f"datastates: {error}", error)
-            self._events.record(
-                "failed", attempt.begin, now(), attempt=attempt.name, path=attempt.path, error=str(error)
-            )
+    def refuse(self, attempt: Attempt, error: CommitError) -> None:
+        """Nothing is saved for an attempt, since it could never be committed; a failure as others are."""
+        self.fail(f"datastates: {error}", error)
+        self._events.record("failed", attempt.begin, now(), attempt=attempt.name, path=attempt.path, error=str(error))
         attempt.committed.set_exception(error)
 
     def settle(self, attempt: Attempt, done: Future[CommitResult]) -> None:

@@ -6,8 +6,7 @@ Source: cachestat(2) of Linux 6.5; its number is the same on all architectures t
 from __future__ import annotations
 
 import ctypes
-
-from datastates.config import DIRECT_IO_BYTES
+import mmap
 
 _CACHESTAT = 451
 
@@ -31,4 +30,4 @@ def cached_nbytes(descriptor: int, begin: int, nbytes: int) -> int:
     arguments = ctypes.c_uint(descriptor), ctypes.byref(wanted), ctypes.byref(counts), ctypes.c_uint(0)
     if _libc.syscall(ctypes.c_long(_CACHESTAT), *arguments) != 0:
         return 0  # an older kernel, or a file system or user that it does not tell
-    return int(counts.cached) * DIRECT_IO_BYTES
+    return int(counts.cached) * mmap.PAGESIZE

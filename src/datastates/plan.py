@@ -24,7 +24,11 @@ class Readable(Protocol):
     """Bytes that lie in a file of somebody else's, until they are staged."""
 
     def read_into(self, offset: int, memory: memoryview) -> None:
-        """Fill ``memory`` with the bytes from ``offset`` on."""
+        """Fill ``memory`` with the bytes from ``offset`` on; blocks for storage.
+
+        Raises:
+            DataStatesError: they cannot be read, or are not those of the save any more.
+        """
 
 
 @dataclass(frozen=True, slots=True)

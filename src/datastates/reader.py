@@ -13,7 +13,7 @@ from datastates.contents.kinds import SAFETENSORS, ZIP, recognise
 from datastates.contents.parts import STORAGE_PREFIX
 from datastates.contents.zip_directory import ZipDirectory
 from datastates.errors import CorruptCheckpointError, DataStatesError
-from datastates.formats.request import MapLocation, MapLocationError, Request, guarded, is_about_devices
+from datastates.formats.request import MapLocation, MapLocationError, Request, guarded, is_about_devices, verify_whole
 from datastates.formats.safetensors_load import SafetensorsFile
 from datastates.formats.selectable import ArchiveState, FlatState, LoadedState, Selectable, TreeState
 from datastates.formats.storages import Check
@@ -93,6 +93,7 @@ def load(
             directory = ZipDirectory(file)
             if is_plain_archive(directory):
                 return _load_archive(file, TorchArchive(file, directory, request), request, into, keys, strict)
+        verify_whole(file, request.slabs)
         state = _load_by_torch(file, request)
         if into is None and keys is None:
             return state
@@ -128,8 +129,8 @@ def is_mappable(path: str | os.PathLike[str]) -> bool:
 def verify(path: str | os.PathLike[str]) -> None:
     """Compare all of a file with the checksums in it, and those of the checkpoint that it belongs to. Blocks.
 
-    A file that has none (stock safetensors, the older and the compressed forms of torch) is only checked for its
-    structure. Takes 64 MiB of memory at most.
+    A file that has none (stock safetensors, the older and the compressed forms of torch, outside of a checkpoint) is
+    only checked for its structure. Takes 64 MiB of memory at most.
 
     Raises:
         CheckpointNotFoundError: there is no such file.
@@ -144,12 +145,12 @@ def verify(path: str | os.PathLike[str]) -> None:
         if kind == SAFETENSORS:
             opened = SafetensorsFile(file, request)
             opened.verify(opened.header.entries, bool(slabs))
-        elif kind == ZIP:
-            directory = ZipDirectory(file)
-            if is_plain_archive(directory):
-                archive = TorchArchive(file, directory, request)
-                keys = {region.name.removeprefix(STORAGE_PREFIX) for region in archive.regions()}
-                archive.verify(keys, bool(slabs))
+        elif kind == ZIP and is_plain_archive(directory := ZipDirectory(file)):
+            archive = TorchArchive(file, directory, request)
+            keys = {region.name.removeprefix(STORAGE_PREFIX) for region in archive.regions()}
+            archive.verify(keys, bool(slabs))
+        else:
+            verify_whole(file, slabs)
 
 
 def _is_forced() -> bool:

@@ -90,6 +90,11 @@ class Tile:
     sinks: tuple[tuple[int, int, Sink], ...] = ()
 
 
+def tiles_of(begin: int, end: int) -> list[Tile]:
+    """``[begin, end)`` as tiles, for digests alone."""
+    return [Tile(first, min(first + TILE_BYTES, end)) for first in range(begin, end, TILE_BYTES)]
+
+
 class Digests:
     """CRC-32s of the pieces of a file, and of every range that pieces make up."""
 
@@ -125,7 +130,11 @@ class FileReader:
         self.path = path
         self._num_threads = num_threads
         self._descriptor = _open(path)
-        self._direct = _open_direct(path)
+        try:
+            self._direct = _open_direct(path, self._descriptor)
+        except BaseException:
+            os.close(self._descriptor)
+            raise
         self._local = threading.local()
         self.nbytes = os.fstat(self._descriptor).st_size
 
@@ -308,12 +317,19 @@ def _open(path: str) -> int:
     return descriptor
 
 
-def _open_direct(path: str) -> int:
-    """A second descriptor that goes past the page cache, -1 where the file system has no such thing."""
+def _open_direct(path: str, descriptor: int) -> int:
+    """A second descriptor of an open file that goes past the page cache.
+
+    -1 where the file system has no such thing, or another file has taken the name meanwhile.
+    """
     try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+        direct = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
     except OSError as error:
-        if error.errno in _NO_DIRECT:
+        if error.errno in _NO_DIRECT or error.errno == errno.ENOENT:
             return -1
         with storage_errors("open", path):
             raise
+    if os.path.sameopenfile(descriptor, direct):
+        return direct
+    os.close(direct)
+    return -1

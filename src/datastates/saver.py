@@ -45,13 +45,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-_living: weakref.WeakSet[Saver] = weakref.WeakSet()
-"""Every saver that this process has made and not let go of; what one saves another may be asked to load."""
+_living: list[weakref.ref[Saver]] = []
+"""Every saver that this process has made and not let go of, oldest first; what one saves another may be asked to load.
+
+A list, since it is read while other threads append to it, also in signal handlers and forked children: no lock.
+"""
 
 
 def open_savers() -> list[Saver]:
     """The savers of this process that are open: a load has to look at what all of them have in flight."""
-    return [saver for saver in _living if saver.is_open]
+    return [saver for found in list(_living) if (saver := found()) is not None and saver.is_open]
 
 
 class Saver:
@@ -96,7 +99,7 @@ class Saver:
         self._planner = formats.Planner()
         self._budget = EagerBudget(config.eager_budget_bytes)
         self._attempt_by_job: weakref.WeakKeyDictionary[StagingJob[FlushFile], Attempt] = weakref.WeakKeyDictionary()
-        self._commit_log = CommitLog()
+        self._commit_log = CommitLog(config.host_cache_bytes)
         self.events = EventLog(rank, config.events_dir, listener)
         self._outcomes = Outcomes(self.events, self._note_committed, forgiving)
         self._machinery = Machinery(
@@ -110,7 +113,7 @@ class Saver:
         )
         self._cache, self._client = self._machinery.cache, self._machinery.client
         self._stager, self.fence = self._machinery.stager, self._machinery.fence
-        _living.add(self)
+        _living.append(weakref.ref(self, _living.remove))
         atexit.register(self._close_at_exit)
         # children of multiprocessing run its own finalizers, not those of atexit
         self._finalizer = Finalize(None, self._close_at_exit, exitpriority=100)

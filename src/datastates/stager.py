@@ -20,6 +20,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 
 from datastates.copier import Copier, Mark, copier_for
+from datastates.copying import memory_at
 from datastates.errors import ClosedError, WaitTimeoutError
 from datastates.events import EventLog, now
 from datastates.host_cache import HostCache, Slab
@@ -204,7 +205,7 @@ class Stager(Generic[FileT]):
             elif isinstance(source, (bytes, bytearray, memoryview)):
                 _copy_literal(pointer, piece, source)
             else:
-                source.read_into(piece.segment_begin, _view(pointer + piece.slab_begin, piece.nbytes))
+                source.read_into(piece.segment_begin, memory_at(pointer + piece.slab_begin, piece.nbytes))
         _zero(pointer, end, plan.nbytes)
         marks = {device: copier.mark() for device, copier in devices.items()}
         issued = {device: mark for device, mark in marks.items() if mark is not None}
@@ -271,8 +272,4 @@ def _zero(pointer: int, begin: int, end: int) -> None:
 
 def _copy_literal(pointer: int, piece: Piece, source: bytes | bytearray | memoryview) -> None:
     part = memoryview(source).cast("B")[piece.segment_begin : piece.segment_begin + piece.nbytes]
-    _view(pointer + piece.slab_begin, piece.nbytes)[:] = part
-
-
-def _view(address: int, nbytes: int) -> memoryview:
-    return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
+    memory_at(pointer + piece.slab_begin, piece.nbytes)[:] = part

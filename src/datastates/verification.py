@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 
 from datastates.checksum import crc32
 from datastates.copier import device_blocks
-from datastates.copying import copy_range
+from datastates.copying import copy_range, memory_at
 from datastates.plan import FilePlan, Piece, Segment
 
 _BLOCK_BYTES = 1 << 20
@@ -70,4 +68,4 @@ def _crc_of(segment: Segment) -> int:
 
 
 def _view(memory: torch.Tensor) -> memoryview:
-    return memoryview((ctypes.c_char * memory.numel()).from_address(memory.data_ptr())).cast("B")
+    return memory_at(memory.data_ptr(), memory.numel())

@@ -80,6 +80,23 @@ def test_ls_says_what_is_missing(folder):
     assert "the file is missing" in run("ls", folder).stdout
 
 
+def test_paths_are_told_from_the_current_folder(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    (folder / "global_step10" / "w.safetensors").unlink()
+    assert rows(run("ls").stdout)[2][-5:] == ["the", "file", "is", "missing:", "w.safetensors"]
+    assert run("show", "global_step9").stdout.startswith("global_step9/mp_rank_00_model_states.pt: ")
+    sound, missing = rows(run("verify", "global_step9", "global_step10", expect=12).stdout)
+    assert sound[:2] == ["sound", "global_step9"]
+    assert missing[:2] == ["missing", "global_step10/w.safetensors"]
+
+
+def test_verdicts_stand_in_columns(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    (folder / "global_step10" / "w.safetensors").unlink()
+    sound, missing = run("verify", "global_step9", "global_step10", expect=12).stdout.splitlines()
+    assert sound.index("global_step9") == missing.index("global_step10")
+
+
 def test_ls_finds_checkpoints_one_folder_deeper(folder, tmp_path):
     for step in STEPS:
         outer = tmp_path / "out" / f"checkpoint-{step}"
@@ -96,6 +113,21 @@ def test_ls_of_nothing(tmp_path):
     assert done.stderr == f"{tmp_path} holds no checkpoint of datastates\n"
     assert run("ls", tmp_path, "--json").stdout == "[]\n"
     assert "no folder" in run("ls", tmp_path / "none", expect=4).stderr
+
+
+@pytest.mark.parametrize("command", ["ls", "show", "verify"])
+def test_a_folder_of_single_files_leads_on_to_them(tmp_path, command):
+    for step in range(3):
+        torch.save({"w": torch.ones(2)}, tmp_path / f"{step}.pt")
+    words = f"{tmp_path} holds no checkpoint of datastates, but single files: name one of them, 0.pt, 1.pt, 2.pt\n"
+    assert run(command, tmp_path, expect=0 if command == "ls" else 4).stderr.endswith(words)
+
+
+@pytest.mark.parametrize("command", ["show", "verify"])
+def test_a_folder_above_that_of_the_checkpoints_leads_down_to_them(folder, command):
+    above = folder.parent
+    words = "below it are checkpoints/global_step9, checkpoints/global_step10, checkpoints/global_step100\n"
+    assert run(command, above, expect=4).stderr.endswith(words)
 
 
 # --------------------------------------------------------------------------------------------------------- show

@@ -182,3 +182,9 @@ def test_names_that_are_there_twice(tmp_path, suffix):
         ("1", "changed"),
     ]
     assert compare(tmp_path, old, old, suffix) == []
+
+
+def test_what_is_not_there_is_named(tmp_path):
+    torch.save({}, tmp_path / "a.pt")
+    done = CliRunner().invoke(main, ["diff", str(tmp_path / "a.pt"), str(tmp_path / "b.pt")])
+    assert (done.exit_code, done.stderr) == (4, f"datastates: there is no file or folder {tmp_path}/b.pt\n")

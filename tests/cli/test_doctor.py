@@ -477,6 +477,9 @@ def test_without_a_config_the_installation_is_judged():
     [
         (["--params", "1e9", "--state-gb", "1"], "exclude each other"),
         (["--save-interval", "5"], "needs --step-seconds"),
+        (["--step-seconds", "1", "--directory", "."], "needs --params or --state-gb"),
+        (["--params", "1e9"], "needs --directory"),
+        (["--state-gb", "1"], "needs --directory"),
         (["--ranks", "0"], "--ranks"),
     ],
 )

@@ -15,6 +15,7 @@ import click
 import pytest
 import torch
 from click.testing import CliRunner
+from rich.progress import Progress
 from rich.text import Text
 
 from datastates import __version__, errors, load
@@ -192,6 +193,8 @@ def test_sizes(nbytes, text):
         (0, "0 s"),
         (0.0123, "12.3 ms"),
         (0.00054, "0.54 ms"),
+        (0.0000076, "0.01 ms"),
+        (0.9999, "1 s"),
         (59, "59 s"),
         (90, "1.5 min"),
         (7200, "2 h"),
@@ -200,6 +203,26 @@ def test_sizes(nbytes, text):
 )
 def test_durations(seconds, text):
     assert console.duration_text(seconds) == text
+
+
+def test_a_path_is_told_from_the_current_folder_where_it_lies_in_it(tmp_path, monkeypatch):
+    (tmp_path / "run").mkdir()
+    monkeypatch.chdir(tmp_path / "run")
+    here = os.getcwd()
+    assert console.path_text(os.path.join(here, "a", "b.pt")) == os.path.join("a", "b.pt")
+    assert console.path_text(os.path.join(here, "..gone")) == "..gone"
+    assert console.path_text(os.path.dirname(here)) == os.path.dirname(here)
+    assert console.path_text(f"{here}s/b.pt") == f"{here}s/b.pt"
+
+
+def test_progress_tells_its_rate_in_the_units_of_its_size():
+    progress = Progress()
+    progress.add_task("", total=3 << 20)
+    (task,) = progress.tasks
+    column = console._RateColumn()
+    assert column.render(task).plain == ""
+    task.finished_speed = 3 * 2**20
+    assert column.render(task).plain == "3 MiB/s"
 
 
 def test_json_is_json(capsys):

@@ -52,15 +52,16 @@ def need_operators(request: pytest.FixtureRequest, running_fork_server: ForkServ
     """``need_operators(*builders)``: loads compiled operators of DeepSpeed, or skips the test with the reason."""
 
     def need(*builders: str) -> None:
-        for builder in builders:
+        for builder in builders:  # before any is loaded, which may take minutes
             library = LIBRARIES[builder]
             is_there = Path(os.environ["TORCH_EXTENSIONS_DIR"], library, f"{library}.so").exists()
             if not is_there and shutil.which("g++") is None:
                 pytest.skip(f"{library} is not compiled, and there is no g++")
             if not is_there and builder not in ALWAYS_COMPILED and not request.config.getoption("compile_operators"):
                 pytest.skip(f"{library} is not compiled yet; --compile-operators does so, it takes minutes")
+        for builder in builders:
             error = running_fork_server.load_operator(builder)
             if error is not None:
-                pytest.skip(f"{library} cannot be compiled or loaded here: {error.splitlines()[0]}")
+                pytest.skip(f"{LIBRARIES[builder]} cannot be compiled or loaded here: {error.splitlines()[0]}")
 
     return need

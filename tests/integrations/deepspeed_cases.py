@@ -240,19 +240,26 @@ def swap_files(folder: str) -> None:
     resumed = make_engine(configuration, place, seed=3)
     resumed.load_checkpoint(str(directory))
     assert Trainer(configuration, resumed).steps(2) == losses
-    distributed.barrier()
-    moments = next(name for name in sorted(swapped) if "exp_avg-" in name)
-    (directory / "t" / moments).unlink()
-    assert_refused(
-        CheckpointNotFoundError, "is missing from the checkpoint", make_engine(configuration, place), directory
-    )
-    weights = next(name for name in sorted(swapped) if "exp_avg" not in name)
-    (directory / "t" / weights).unlink()
-    assert_refused(TopologyError, "load it with the offload that it was saved with", resumed, directory)
     resumed.destroy()
-    resident = dataclasses.replace(configuration, section=BF16 | zero(3, **CPU_OFFLOAD))
-    assert_refused(TopologyError, "load it with the same offload", make_engine(resident, place), directory)
+    refuse_swap_files(configuration, place, directory)
     say("swap files")
+
+
+def refuse_swap_files(configuration: Configuration, place: Path, directory: Path) -> None:
+    """A checkpoint of another offload, of which a file of one rank is missing: each refused on every rank."""
+    resident = make_engine(dataclasses.replace(configuration, section=BF16 | zero(3, **CPU_OFFLOAD)), place)
+    assert_refused(TopologyError, 'was saved with offload_optimizer.device "nvme"', resident, directory)
+    resident.save_checkpoint(str(place / "resident"))
+    fresh = make_engine(configuration, place)
+    assert_refused(TopologyError, 'was saved without offload_optimizer.device "nvme"', fresh, place / "resident")
+    resident.destroy()
+    (directory / "t" / "offloaded_tensors" / "rank02").mkdir(exist_ok=True)
+    assert_refused(TopologyError, "was saved by 3 ranks, here are 2", fresh, directory)
+    distributed.barrier()
+    if distributed.get_rank() == 1:
+        (directory / "t" / "offloaded_tensors" / "rank01" / "exp_avg-0_0.tensor.swp").unlink()
+    assert_refused(CheckpointNotFoundError, "is missing from the checkpoint", fresh, directory)
+    fresh.destroy()
 
 
 def assert_refused(kind: type[Exception], text: str, engine: Any, directory: Path) -> None:

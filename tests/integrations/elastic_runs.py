@@ -19,8 +19,9 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from torch import distributed
 
 from datastates import reader
+from datastates.conversion import convert_to_torch
 from datastates.errors import TopologyError
-from datastates.universal import convert_to_torch, convert_to_universal
+from datastates.universal import convert_to_universal
 from integrations.deepspeed_runs import join
 from integrations.deepspeed_worker import assert_equal, say
 
@@ -233,7 +234,7 @@ def stock_universal(place: Path, tag: str) -> Path:
     source, result = place / tag, place / f"{tag}-stock"
     if reader.format_of(next(source.glob("*optim_states.pt"))) == "safetensors":
         source = place / f"{tag}-torch"
-        convert_to_torch(place / tag, source)
+        convert_to_torch(place / tag, source, trust=True)
     options = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False}
     arguments = argparse.Namespace(
         input_folder=str(source), output_folder=str(result), strict=True, inject_missing_state=True, **options

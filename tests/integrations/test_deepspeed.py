@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import select
 import signal
 from pathlib import Path
@@ -37,7 +38,8 @@ def test_overlapping_saves_tags_and_reloading(fork_server, tmp_path):
 
 def test_a_script_that_ends_without_destroy_loses_nothing(fork_server, tmp_path):
     with run_ranks(WORKER, "exit_without_destroy", tmp_path, folder=tmp_path) as ranks:
-        ranks.wait()
+        log = ranks.wait()
+    assert len(re.findall(r"\[Rank 0\] datastates \S+ is the active checkpoint engine: ", log)) == 1, log
     assert (tmp_path / "latest").read_text() == "global_step1"
     assert_resumes(fork_server, tmp_path, "global_step1")
 

@@ -153,6 +153,27 @@ def test_a_folder_that_cannot_be_deleted_is_told_of_and_harms_nothing(rotation, 
     assert "checkpoint-1" in caplog.text
 
 
+def test_a_defect_on_the_thread_is_told_of_and_the_next_wish_is_fulfilled(
+    engine, rotation, tmp_path, monkeypatch, caplog
+):
+    def break_down(*_):
+        raise ZeroDivisionError
+
+    for step in (1, 2):
+        with monkeypatch.context() as patched:
+            if step == 1:
+                patched.setattr(rotation_module, "is_complete", break_down)
+            os.kill(engine.saver.flusher_pid, signal.SIGSTOP)
+            try:
+                save(engine, tmp_path, step)
+                rotation.ask(series(tmp_path, 1))
+            finally:
+                os.kill(engine.saver.flusher_pid, signal.SIGCONT)
+            rotation.finish(30)
+    assert "ZeroDivisionError" in caplog.text
+    assert numbers(tmp_path) == [2]
+
+
 def test_files_of_the_youngest_are_durable_before_an_older_one_goes(rotation, tmp_path, monkeypatch):
     write(tmp_path, 1)
     order = []

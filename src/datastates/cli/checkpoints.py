@@ -7,7 +7,11 @@ import os
 from datastates.attempt_folder import has_attempts
 from datastates.catalog import CheckpointRecord, list_checkpoints
 from datastates.errors import CheckpointNotFoundError
+from datastates.fqns import listed
 from datastates.manifest import read_latest
+from datastates.system_calls import storage_errors
+
+_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
 
 
 def checkpoints_below(directory: str) -> list[CheckpointRecord]:
@@ -25,6 +29,21 @@ def checkpoints_below(directory: str) -> list[CheckpointRecord]:
     return sorted(deeper, key=lambda record: record.created_at)
 
 
+def nothing_in(directory: str) -> str:
+    """What to say of a folder that holds no checkpoint: the way on, where it holds single files or folders that do.
+
+    Raises:
+        StorageError: it cannot be read.
+    """
+    message = f"{directory} holds no checkpoint of datastates"
+    with storage_errors("list", directory):
+        files = sorted(name for name in os.listdir(directory) if name.endswith(_SUFFIXES))
+    if files:
+        return f"{message}, but single files: name one of them, {listed(files)}"
+    deeper = [os.path.relpath(record.path, directory) for record in checkpoints_below(directory)]
+    return f"{message} itself; below it are {listed(deeper)}" if deeper else message
+
+
 def find_checkpoint(path: str) -> CheckpointRecord:
     """The checkpoint that a folder is, or that its ``latest`` names, or that alone lies in it.
 
@@ -40,7 +59,7 @@ def find_checkpoint(path: str) -> CheckpointRecord:
     if len(named or found) == 1:
         return (named or found)[0]
     if not found and latest is None:
-        raise CheckpointNotFoundError(f"{path} holds no checkpoint of datastates; see datastates ls")
+        raise CheckpointNotFoundError(nothing_in(path))
     if latest is not None:
         raise CheckpointNotFoundError(f"{path}: its latest names {latest!r}, of which there is no checkpoint here")
     names = ", ".join(os.path.basename(record.path) for record in found)

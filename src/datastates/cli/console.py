@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -11,7 +12,15 @@ from typing import Any, TypeVar
 import click
 from rich.cells import cell_len
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.text import Text
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -21,6 +30,7 @@ MAX_GIB = 1 << 20
 """Sizes on the command line are at most a PiB; a larger one is a slip, or no number."""
 
 _MINUTE, _HOUR, _DAY = 60, 3600, 86400
+_SHOWN_AS_SECOND = 0.9995  # in three digits
 
 
 def json_option(function: Function) -> Function:
@@ -86,6 +96,14 @@ def print_json(value: object) -> None:
     click.echo(json.dumps(value, indent=2))
 
 
+class _RateColumn(ProgressColumn):
+    """Bytes per second in the units of all other sizes; rich's own column counts in powers of ten."""
+
+    def render(self, task: Task) -> Text:
+        rate = task.finished_speed or task.speed
+        return Text("" if rate is None else f"{size_text(rate)}/s", style="progress.data.speed")
+
+
 @contextmanager
 def byte_progress(description: str, total: int, *, quiet: bool = False) -> Iterator[Callable[[int], None]]:
     """A bar on standard error with rate and time left; nothing where that is no terminal.
@@ -102,7 +120,7 @@ def byte_progress(description: str, total: int, *, quiet: bool = False) -> Itera
         TextColumn("{task.description}"),
         BarColumn(),
         DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
+        _RateColumn(),
         TimeRemainingColumn(),
     )
     target = Console(stderr=True)
@@ -125,12 +143,20 @@ def size_text(nbytes: float) -> str:
     return f"{_short(value)} {_UNITS[-1]}"
 
 
+def path_text(path: str) -> str:
+    """A path for people: from the current folder where it lies in it, otherwise as it is."""
+    inside = os.path.relpath(path)
+    return path if inside == os.pardir or inside.startswith(os.pardir + os.sep) else inside
+
+
 def duration_text(seconds: float) -> str:
-    """A span of time for people, in its largest unit: ``3 min``."""
+    """A span of time for people, in its largest unit: ``3 min``; below a second in ms, to a hundredth of one."""
     for unit_seconds, unit in ((_DAY, "d"), (_HOUR, "h"), (_MINUTE, "min")):
         if abs(seconds) >= unit_seconds:
             return f"{_short(seconds / unit_seconds)} {unit}"
-    return f"{seconds * 1000:.3g} ms" if 0 < abs(seconds) < 1 else f"{_short(seconds)} s"
+    if 0 < abs(seconds) < _SHOWN_AS_SECOND:
+        return f"{round(seconds * 1000, 2):.3g} ms"
+    return f"{_short(seconds)} s"
 
 
 def _short(value: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
@@ -11,7 +12,7 @@ import click
 import torch
 from rich.console import Console
 
-from datastates.cli.console import byte_progress, duration_text, json_option, print_json, printable, size_text
+from datastates.cli.console import byte_progress, duration_text, json_option, path_text, print_json, printable, size_text
 from datastates.conversion import (
     convert_to_distributed,
     convert_to_huggingface,
@@ -43,26 +44,18 @@ def _universal(options: _Options) -> Conversion:
     return convert_to_universal(options.source, options.out, num_workers=options.workers, progress=options.progress)
 
 
-def _torch(options: _Options) -> Conversion:
-    return convert_to_torch(
-        options.source,
-        options.out,
-        trust=options.trust,
-        force=options.force,
-        num_workers=options.workers,
-        progress=options.progress,
-    )
+def _same_state(convert: Callable[..., Conversion]) -> Callable[[_Options], Conversion]:
+    def run(options: _Options) -> Conversion:
+        return convert(
+            options.source,
+            options.out,
+            trust=options.trust,
+            force=options.force,
+            num_workers=options.workers,
+            progress=options.progress,
+        )
 
-
-def _safetensors(options: _Options) -> Conversion:
-    return convert_to_safetensors(
-        options.source,
-        options.out,
-        trust=options.trust,
-        force=options.force,
-        num_workers=options.workers,
-        progress=options.progress,
-    )
+    return run
 
 
 def _dcp(options: _Options) -> Conversion:
@@ -87,7 +80,7 @@ def _hf(options: _Options) -> Conversion:
 
 
 def _weights(dtype: torch.dtype) -> Callable[[_Options], Conversion]:
-    def convert(options: _Options) -> Conversion:
+    def run(options: _Options) -> Conversion:
         return convert_to_weights(
             options.source,
             options.out,
@@ -98,7 +91,7 @@ def _weights(dtype: torch.dtype) -> Callable[[_Options], Conversion]:
             progress=options.progress,
         )
 
-    return convert
+    return run
 
 
 _CONVERSIONS: dict[str, Callable[[_Options], Conversion]] = {
@@ -106,8 +99,8 @@ _CONVERSIONS: dict[str, Callable[[_Options], Conversion]] = {
     "dcp": _dcp,
     "fp32": _weights(torch.float32),
     "hf": _hf,
-    "safetensors": _safetensors,
-    "torch": _torch,
+    "safetensors": _same_state(convert_to_safetensors),
+    "torch": _same_state(convert_to_torch),
     "universal": _universal,
 }
 
@@ -180,7 +173,7 @@ def command(
     if as_json:
         print_json(asdict(done))
     else:
-        click.echo(printable(_summary(done)))
+        click.echo(printable(_summary(done, layout)))
 
 
 class _Bar:
@@ -212,10 +205,18 @@ class _Bar:
         self._done = done
 
 
-def _summary(done: Conversion) -> str:
+def _summary(done: Conversion, layout: str) -> str:
     rate = done.nbytes / done.seconds if done.seconds else 0.0
     kept = f", {done.num_kept} of them finished before" if done.num_kept else ""
+    count = f"{_counted(done.num_items, layout)}{kept}, " if os.path.isdir(done.path) else ""
     return (
-        f"{done.path}: {done.num_items} parameters and files{kept}, {size_text(done.nbytes)} written in"
-        f" {duration_text(done.seconds)} ({size_text(rate)}/s)"
+        f"{path_text(done.path)}: {count}{size_text(done.nbytes)} written in {duration_text(done.seconds)}"
+        f" ({size_text(rate)}/s)"
     )
+
+
+def _counted(num_items: int, layout: str) -> str:
+    if layout == "universal":
+        return f"{num_items} parameters and files"
+    noun = "tensor" if layout == "dcp" else "file"
+    return f"{num_items} {noun}{'' if num_items == 1 else 's'}"

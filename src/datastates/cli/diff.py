@@ -14,6 +14,7 @@ from datastates.cli.checkpoints import find_checkpoint
 from datastates.cli.console import byte_progress, json_option, print_json, print_rows
 from datastates.cli.exit_codes import NEGATIVE, SUCCESS
 from datastates.differences import Difference, Kind, differences_of
+from datastates.errors import CheckpointNotFoundError
 
 _COLOURS = {Kind.ADDED: "green", Kind.REMOVED: "red"}
 
@@ -44,6 +45,8 @@ def command(ctx: click.Context, /, old: str, new: str, as_json: bool) -> None:
 
 
 def _files(path: str) -> dict[str, str]:
+    if not os.path.exists(path):
+        raise CheckpointNotFoundError(f"there is no file or folder {path}")
     if not os.path.isdir(path):
         return {os.path.basename(path): path}
     record = find_checkpoint(path)

@@ -24,6 +24,14 @@ MAX_PARAMS = 10**15
 
 _COLOURS = {Severity.GOOD: "green", Severity.WARNING: "yellow", Severity.WRONG: "bold red"}
 
+_NEEDS = (
+    ("save_interval", ["step_seconds"]),
+    ("step_seconds", ["params", "state_gb"]),
+    ("params", ["directory"]),
+    ("state_gb", ["directory"]),
+)
+"""Options that say nothing without one of others."""
+
 
 @click.command()
 @click.argument("ds_config", required=False, type=click.Path())
@@ -51,8 +59,9 @@ def command(ctx: click.Context, /, as_json: bool, ds_config: str | None, **optio
     """
     if options["params"] and options["state_gb"]:
         raise click.UsageError("--params and --state-gb exclude each other")
-    if options["save_interval"] and not options["step_seconds"]:
-        raise click.UsageError("--save-interval needs --step-seconds")
+    for option, needed in _NEEDS:
+        if options[option] and not any(options[name] for name in needed):
+            raise click.UsageError(f"{_flag(option)} needs {' or '.join(map(_flag, needed))}")
     findings = list(_diagnose(ds_config, **options))
     if as_json:
         print_json([asdict(finding) | {"severity": finding.severity.value} for finding in findings])
@@ -93,6 +102,10 @@ def _diagnose(
     yield from pace_findings(load, rate, settings.host_cache_bytes if settings else None, step_seconds)
     if save_interval is not None and step_seconds is not None:
         yield interval_finding(load, rate, step_seconds, save_interval)
+
+
+def _flag(option: str) -> str:
+    return f"--{option.replace('_', '-')}"
 
 
 def _num_writers(settings: CheckpointConfig | None) -> int:

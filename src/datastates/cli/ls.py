@@ -10,7 +10,7 @@ import click
 from rich.text import Text
 
 from datastates.catalog import CheckpointRecord
-from datastates.cli.checkpoints import checkpoints_below
+from datastates.cli.checkpoints import checkpoints_below, nothing_in
 from datastates.cli.console import duration_text, json_option, print_json, print_rows, printable, size_text
 
 _HEADER = ("", "step", "size", "ranks", "age", "checkpoint", "state")
@@ -30,18 +30,14 @@ def command(directory: str, as_json: bool) -> None:
     if as_json:
         print_json([_plain(record) for record in records])
     elif records:
-        print_rows(
-            [
-                ["", "step", "size", "ranks", "age", "checkpoint", "state"],
-                *(_row(record, directory) for record in records),
-            ]
-        )
+        print_rows([_HEADER, *(_row(record, directory) for record in records)])
     else:
-        click.echo(printable(f"{directory} holds no checkpoint of datastates"), err=True)
+        click.echo(printable(nothing_in(directory)), err=True)
 
 
 def _row(record: CheckpointRecord, directory: str) -> list[str | Text]:
-    state = Text(record.problem, style="red") if record.problem else Text("complete", style="green")
+    problem = record.problem.replace(record.path + os.sep, "")  # the row names the checkpoint
+    state = Text(problem, style="red") if problem else Text("complete", style="green")
     return [
         "*" if record.is_latest else "",
         "-" if record.step is None else str(record.step),

@@ -11,7 +11,7 @@ import click
 from rich.text import Text
 
 from datastates.cli.checkpoints import find_checkpoint
-from datastates.cli.console import json_option, print_json, print_rows, printable, size_text
+from datastates.cli.console import json_option, path_text, print_json, print_rows, printable, size_text
 from datastates.contents.listing import FileListing, TensorRecord, ValueRecord, list_file
 from datastates.errors import CheckpointNotFoundError
 
@@ -37,7 +37,7 @@ def command(checkpoint: str, match: str | None, tensors_only: bool, as_json: boo
     for listing in listings:
         nbytes = size_text(sum(tensor.nbytes for tensor in listing.tensors))
         count = len(listing.tensors)
-        click.echo(printable(f"{listing.path}: {count} tensor{'' if count == 1 else 's'}, {nbytes}"))
+        click.echo(printable(f"{path_text(listing.path)}: {count} tensor{'' if count == 1 else 's'}, {nbytes}"))
         print_rows(list(_rows(listing)))
 
 

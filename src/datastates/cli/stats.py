@@ -8,7 +8,7 @@ from typing import Any
 import click
 from rich.text import Text
 
-from datastates.cli.console import duration_text, json_option, print_json, print_rows, size_text
+from datastates.cli.console import duration_text, json_option, path_text, print_json, print_rows, size_text
 from datastates.save_records import SaveRecord, read_records, saves_of, summary_of
 
 _HEADER = ("begun", "size", "ranks", "blocked", "held back", "staged", "durable", "committed", "rate", "checkpoint")
@@ -51,7 +51,7 @@ def _row(save: SaveRecord, origin: float) -> list[str | Text]:
         _time(save.durable_seconds),
         _time(save.committed_seconds),
         _rate(save.nbytes_per_second),
-        Text(f"{save.path}\n{save.failure}", style="red") if save.failure else save.path,
+        Text(f"{path_text(save.path)}\n{save.failure}", style="red") if save.failure else path_text(save.path),
     ]
 
 

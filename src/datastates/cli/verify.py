@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from rich.text import Text
 from datastates.attempt_folder import checkpoint_of
 from datastates.checksum import crc32
 from datastates.cli.checkpoints import find_checkpoint
-from datastates.cli.console import byte_progress, json_option, print_json, print_rows, size_text
+from datastates.cli.console import byte_progress, json_option, path_text, print_json, print_rows, size_text
 from datastates.cli.exit_codes import NEGATIVE, SUCCESS, Fault
 from datastates.contents.parts import parts_of
 from datastates.errors import CheckpointNotFoundError
@@ -59,8 +59,7 @@ def command(ctx: click.Context, /, checkpoints: tuple[str, ...], as_json: bool) 
     if as_json:
         print_json([_plain(result) for result in results])
     else:
-        for result in results:
-            _print(result)
+        print_rows([row for result in results for row in _rows(result)])
     faults = [fault for result in results for fault, _ in result.faults]
     if faults:
         ctx.exit(min(faults, key=list(Fault).index).exit_code)
@@ -128,15 +127,15 @@ def _fault_of(problem: Problem, sizes: dict[str, int]) -> Fault:
     return Fault.SIZE if os.path.getsize(problem.path) != sizes[problem.path] else Fault.UNREADABLE
 
 
-def _print(result: _Result) -> None:
+def _rows(result: _Result) -> Iterator[list[str | Text]]:
     if not result.is_checked:
         message = "nothing to compare with: the file has no checksums, and belongs to no checkpoint of datastates"
-        print_rows([[Text("unknown", style="yellow"), result.path, message]])
+        yield [Text("unknown", style="yellow"), path_text(result.path), message]
     elif not result.faults:
         rate = size_text(result.nbytes / max(result.seconds, 1e-9))
-        print_rows([[Text("sound", style="green"), result.path, f"{size_text(result.nbytes)}, {rate}/s"]])
+        yield [Text("sound", style="green"), path_text(result.path), f"{size_text(result.nbytes)}, {rate}/s"]
     for fault, problem in result.faults:
-        print_rows([[Text(fault.value, style="bold red"), problem.path, problem.message]])
+        yield [Text(fault.value, style="bold red"), path_text(problem.path), problem.message]
 
 
 def _plain(result: _Result) -> dict[str, Any]:

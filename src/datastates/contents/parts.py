@@ -23,7 +23,6 @@ OBJECTS = "objects"
 
 PICKLE_NAME = "data.pkl"
 STORAGE_PREFIX = "data/"
-_NAMES_SHOWN = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +60,6 @@ def names_within(parts: Iterable[Part], begin: int, end: int) -> list[str]:
     found = [part for part in parts if part.begin < end and part.end > begin]
     found.sort(key=lambda part: not part.is_tensor)
     return [part.name for part in found] or [HEADER]
-
-
-def shown(names: list[str]) -> str:
-    """Names for a message: a few of them."""
-    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
-    return ", ".join(names[:_NAMES_SHOWN]) + more
 
 
 def storage_names(data: bytes) -> dict[str, str]:

@@ -20,7 +20,6 @@ _EOCD = struct.Struct("<4s4H2IH")
 _EOCD64 = struct.Struct("<4sQ2H2I4Q")
 _LOCATOR64 = struct.Struct("<4sIQI")
 
-_UINT16_MAX = 0xFFFF
 _UINT32_MAX = 0xFFFFFFFF
 _STORED = 0
 _ENCRYPTED = 0x0001
@@ -84,7 +83,7 @@ class ZipDirectory:
             names = [entry.name for entry in entries]
             double = next(name for name in names if names.count(name) > 1)
             raise _corrupt(file.path, f"the directory names {double!r} twice", self.begin)
-        self._check_order(entries)
+        self._ends = self._checked_ends(entries)
 
     def data_begin(self, entry: ZipEntry) -> int:
         """Offset of the content of an entry, from its local header. Quick for entries asked for in order.
@@ -102,7 +101,7 @@ class ZipDirectory:
         if name.partition(b"/")[2] != entry.name.encode():
             raise self._bad_header(entry, f"is that of {name!r}")
         begin = entry.header_begin + _LOCAL.size + name_nbytes + extra_nbytes
-        if begin + entry.stored_nbytes > self._end_of(entry):
+        if begin + entry.stored_nbytes > self._ends[entry.name]:
             raise self._bad_header(entry, f"leaves no room for {entry.stored_nbytes} bytes")
         return begin
 
@@ -128,12 +127,9 @@ class ZipDirectory:
             )
         return data
 
-    def _end_of(self, entry: ZipEntry) -> int:
-        return self._ends[entry.name]
-
-    def _check_order(self, entries: list[ZipEntry]) -> None:
-        """Local headers lie before the directory, and each entry ends before the next begins."""
-        self._ends: dict[str, int] = {}
+    def _checked_ends(self, entries: list[ZipEntry]) -> dict[str, int]:
+        """By name where the next part begins, at the latest the directory: before that each entry has to end."""
+        ends: dict[str, int] = {}
         following = [*(entry.header_begin for entry in entries[1:]), self.begin]
         for entry, end in zip(entries, following, strict=False):
             if entry.header_begin + _LOCAL.size + entry.stored_nbytes > end:
@@ -143,7 +139,8 @@ class ZipDirectory:
                     f"{end}, where the next part begins",
                     entry.header_begin,
                 )
-            self._ends[entry.name] = end
+            ends[entry.name] = end
+        return ends
 
     def _near(self, begin: int, nbytes: int, reach: int) -> bytes:
         """Bytes of the file, several small reads near each other made as one of ``reach`` bytes."""

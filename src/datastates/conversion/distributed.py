@@ -26,6 +26,9 @@ from datastates.universal.building import Conversion, Progress
 from datastates.universal.mapped_files import MappedFiles
 from datastates.universal.result_folder import ResultFolder
 
+_TORCH_WRITER = "inline_container.cc"
+"""Where torch raises a RuntimeError if a file took less than was written, and forgets the OSError behind it."""
+
 
 def convert_to_distributed(
     source: str | os.PathLike[str],
@@ -89,10 +92,6 @@ def _cause(error: CheckpointException, directory: str, origin: str) -> BaseExcep
         message = f"{directory} cannot be written: torch met a short write, as on a full disk"
         return StorageError(message, path=directory)
     return cause
-
-
-_TORCH_WRITER = "inline_container.cc"
-"""Where torch raises a RuntimeError if a file took less than was written, and forgets the OSError behind it."""
 
 
 class _Planner(DefaultSavePlanner):

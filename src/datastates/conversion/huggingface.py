@@ -6,7 +6,6 @@ Source: huggingface_hub, ``split_torch_state_dict_into_shards`` for names and th
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import re
@@ -16,10 +15,11 @@ import torch
 
 from datastates.conversion.places import check_place
 from datastates.conversion.sources import CONFIG_NAME, INDEX_NAMES, WHOLE_NAMES, open_source
-from datastates.conversion.weights import Weights, as_content, weights_of
+from datastates.conversion.weights import as_content, weights_of
 from datastates.errors import CheckpointNotFoundError, ConfigError
-from datastates.universal.building import Conversion, Item, Progress, build
+from datastates.universal.building import Conversion, Item, Progress, build, copy_item
 from datastates.universal.mapped_files import MappedFiles
+from datastates.universal.weights import Weights
 from datastates.universal.writing import FLAT, OutFile
 
 MAX_SHARD_BYTES = 5 * 10**9
@@ -87,7 +87,7 @@ def convert_to_huggingface(
     copied = _beside(opened.directory, config)
     with MappedFiles(weights_only=not trust, whole=True) as files:
         weights = {name: one for name, one in weights_of(opened, files, key, dtype).items() if one.owner == name}
-        items = [*_shards(weights, max_shard_bytes), *_copies(copied)]
+        items = [*_shards(weights, max_shard_bytes), *(copy_item(name, path) for name, path in copied.items())]
         origin = f"huggingface {dtype} {max_shard_bytes} {key} of {opened.path}"
         return build(items, target, origin, files, num_workers, progress, replace=force)
 
@@ -101,12 +101,6 @@ def _beside(directory: str, config: str | os.PathLike[str] | None) -> dict[str, 
         if not os.path.isfile(found[CONFIG_NAME]):
             raise CheckpointNotFoundError(f"there is no file {found[CONFIG_NAME]}")
     return found
-
-
-def _copies(paths: dict[str, str]) -> Iterator[Item]:
-    for name, path in paths.items():
-        copy = OutFile(name, copy_of=path)
-        yield Item(name, os.path.getsize(path), functools.partial(iter, [copy]))
 
 
 def _shards(weights: Weights, max_shard_bytes: int) -> Iterator[Item]:

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from collections.abc import Iterator
 
 from datastates import reader
 from datastates.conversion.places import check_place, write_one
-from datastates.conversion.sources import Content, Kind, Source, load_checked, open_source
-from datastates.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError
+from datastates.conversion.sources import Content, Kind, Source, format_of, load_checked, open_source
+from datastates.errors import CheckpointNotFoundError, StorageError
+from datastates.manifest import LATEST_NAME
 from datastates.state import named_tensors
-from datastates.universal.building import Conversion, Item, Progress, build
+from datastates.storage import write_atomically
+from datastates.system_calls import storage_errors
+from datastates.universal.building import Conversion, Item, Progress, build, copy_item
 from datastates.universal.mapped_files import MappedFiles
 from datastates.universal.names import is_model_file
-from datastates.universal.rewrite import place_beside
 from datastates.universal.writing import OutFile
 
 _TORCH, _SAFETENSORS = "torch", "safetensors"
 _SUFFIXES = {_TORCH: re.compile(r"\.safetensors$"), _SAFETENSORS: re.compile(r"\.(pt|pth|bin|ckpt)$")}
 _NEW_SUFFIX = {_TORCH: ".pt", _SAFETENSORS: ".safetensors"}
 _KINDS = {_TORCH: "zip", _SAFETENSORS: "safetensors"}  # what `reader.format_of` says of them
+_SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")  # DeepSpeed drops them beside its checkpoints
 
 
 def convert_to_torch(
@@ -95,7 +99,7 @@ def _convert(
         origin = f"{layout} files of {opened.path}"
         done = build(items, target, origin, files, num_workers, progress, replace=force)
     if any(map(is_model_file, opened.names().all)):
-        place_beside(os.path.dirname(opened.path), target)
+        _place_beside(os.path.dirname(opened.path), target)
     return done
 
 
@@ -123,26 +127,40 @@ def _items(source: Source, layout: str, files: MappedFiles) -> Iterator[Item]:
     fixed = {os.path.dirname(name) for name in names.all if is_model_file(os.path.basename(name))}
     taken: dict[str, str] = {}
     for name in names.all:
-        kind = _format_of(names.path(name))
+        path = names.path(name)
+        kind = format_of(path)
         is_converted = kind is not None and kind != _KINDS[layout]
         keeps_name = layout == _SAFETENSORS and os.path.dirname(name) in fixed  # DeepSpeed finds its files by name
         out_name = name if keeps_name or not is_converted else _SUFFIXES[layout].sub(_NEW_SUFFIX[layout], name)
         if out_name in taken:
             raise StorageError(f"{source.path}: {taken[out_name]} and {name} would both be {out_name}: move one away")
         taken[out_name] = name
-        yield _item(names.path(name), out_name, layout if is_converted else None, files)
+        if is_converted:
+            yield _item(path, out_name, layout, files)
+            continue
+        if kind is not None:
+            reader.verify(path)
+        yield copy_item(out_name, path)
 
 
-def _item(path: str, out_name: str, layout: str | None, files: MappedFiles) -> Item:
-    nbytes = os.path.getsize(path)
-    if layout is None:
-        return Item(out_name, nbytes, lambda: iter([OutFile(out_name, copy_of=path)]))
+def _item(path: str, out_name: str, layout: str, files: MappedFiles) -> Item:
     content = Content(load_checked(path, files))  # all before threads look up where they are mapped
-    return Item(out_name, nbytes, lambda: iter([_out_file(content, layout, out_name)]))
+    return Item(out_name, os.path.getsize(path), lambda: iter([_out_file(content, layout, out_name)]))
 
 
-def _format_of(path: str) -> str | None:
-    try:
-        return reader.format_of(path)
-    except CorruptCheckpointError:
-        return None  # something else that belongs to the checkpoint
+def _place_beside(source: str, target: str) -> None:
+    """Put what DeepSpeed's scripts expect into the folder above a checkpoint.
+
+    Args:
+        source: the folder above the original, where the scripts may be.
+        target: the converted checkpoint; ``latest`` beside it will name it, unless there is one.
+    """
+    parent = os.path.dirname(target)
+    for name in _SCRIPTS:
+        script, copy = os.path.join(source, name), os.path.join(parent, name)
+        if os.path.isfile(script) and not os.path.lexists(copy):
+            with storage_errors("copy", copy):
+                shutil.copy2(script, copy)
+    latest = os.path.join(parent, LATEST_NAME)
+    if not os.path.lexists(latest):
+        write_atomically(latest, os.fsencode(os.path.basename(target)))

@@ -101,7 +101,7 @@ class Source:
     def _only_file(self) -> str:
         """The file that is meant when a folder is to be one state: the one of the model, or the only one."""
         names = self.names()
-        readable = [name for name in names.all if _is_readable(names.path(name))]
+        readable = [name for name in names.all if format_of(names.path(name)) is not None]
         models = [name for name in readable if is_model_file(name)]
         chosen = readable if len(readable) == 1 else models
         if len(chosen) == 1:
@@ -130,6 +130,14 @@ def open_source(path: str | os.PathLike[str]) -> Source:
     has_whole = any(os.path.isfile(os.path.join(path, name)) for name in WHOLE_NAMES)
     has_config = os.path.isfile(os.path.join(path, CONFIG_NAME))
     return Source(path, Kind.HUGGINGFACE if has_index or (has_whole and has_config) else Kind.FOLDER)
+
+
+def format_of(path: str) -> str | None:
+    """As `reader.format_of`; None for something else that belongs to a checkpoint."""
+    try:
+        return reader.format_of(path)
+    except CorruptCheckpointError:
+        return None
 
 
 def load_checked(path: str, files: MappedFiles) -> Any:
@@ -188,11 +196,3 @@ def _indexed(path: str) -> list[str]:
             f"{path} names {strange[0]!r}, no file beside it" if strange else f"{path} is empty"
         )
     return names
-
-
-def _is_readable(path: str) -> bool:
-    try:
-        reader.format_of(path)
-    except CorruptCheckpointError:
-        return False  # something else that belongs to the checkpoint
-    return True

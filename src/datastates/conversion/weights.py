@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,36 +13,11 @@ from datastates.conversion.sources import Content, Kind, Source, untrusted
 from datastates.errors import ForeignObjectError, StateError, TopologyError
 from datastates.fqns import join, near
 from datastates.universal.mapped_files import MappedFiles
-from datastates.universal.shards import WEIGHT
 from datastates.universal.source import ZeroCheckpoint
-from datastates.universal.weights import frozen_shards
+from datastates.universal.weights import Weight, Weights, zero_weights
 
 WEIGHT_KEYS = ("module", "model", "state_dict", "model_state_dict")
 """Under which names trainers put the weights of the model: DeepSpeed, Megatron, Lightning, and many scripts."""
-
-
-@dataclass(frozen=True)
-class Weight:
-    """One tensor of a model.
-
-    Attributes:
-        shape: its sizes.
-        dtype: what it is to be written as.
-        elements: one-dimensional tensors that hold its elements in order, in any dtype; made when they are asked for.
-        owner: the name of the weight that it is the same tensor as; its own where it is the first of that tensor.
-    """
-
-    shape: torch.Size
-    dtype: torch.dtype
-    elements: Iterable[torch.Tensor]
-    owner: str
-
-    @property
-    def nbytes(self) -> int:
-        return self.shape.numel() * self.dtype.itemsize
-
-
-Weights = dict[str, Weight]
 
 
 def weights_of(source: Source, files: MappedFiles, key: str | None = None, dtype: torch.dtype | None = None) -> Weights:
@@ -85,7 +60,7 @@ def as_content(weights: Weights) -> Content:
 
 
 def _zero_weights(source: Source, files: MappedFiles) -> Weights:
-    """What DeepSpeed's ``zero_to_fp32.py`` gives; buffers of integers stay integers."""
+    """Those of `zero_weights`, after the files were compared with their checksums."""
     names = source.names()
     for name in (*names.optimizer.values(), *names.model.values()):
         reader.verify(names.path(name))
@@ -97,27 +72,9 @@ def _zero_weights(source: Source, files: MappedFiles) -> Weights:
                 f"{source.path}: the weights are spread over {checkpoint.num_model_parallel} model-parallel ranks;"
                 " convert it --to universal, which puts them together"
             )
-        return dict(_zero_entries(checkpoint))
+        return zero_weights(checkpoint)
     except ForeignObjectError as error:
         raise untrusted(source.path, error) from error
-
-
-def _zero_entries(checkpoint: ZeroCheckpoint) -> Iterator[tuple[str, Weight]]:
-    model = checkpoint.model_state(0, 0)
-    found: Weights = {}
-    for name in model.get("buffer_names") or ():
-        buffer = model["module"][name]
-        dtype = torch.float32 if buffer.is_floating_point() else buffer.dtype
-        found[name] = Weight(buffer.shape, dtype, [buffer.detach().reshape(-1)], name)
-    for shards in (frozen_shards(checkpoint, 0), checkpoint.shards(0)):
-        for name in shards.names if shards is not None else ():
-            if shards is not None and name in shards.shapes:
-                views = shards.views(name, WEIGHT)
-                found[name] = Weight(shards.shapes[name], views[0].dtype, views, name)
-    for name, owner in dict(model.get("shared_params") or {}).items():
-        if owner in found and name not in found:
-            found[name] = found[owner]
-    yield from found.items()
 
 
 def _plain_weights(content: Content, key: str | None, path: str) -> Weights:

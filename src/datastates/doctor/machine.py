@@ -71,7 +71,9 @@ def memory_findings(config: CheckpointConfig, num_ranks: int, machine: Machine) 
     """Whether so many ranks with these settings fit the machine beside everything else."""
     per_rank = config.host_cache_bytes + config.eager_budget_bytes + BESIDE_CACHE_BYTES
     needed = num_ranks * per_rank
-    what = f"{num_ranks} ranks take {_gib(needed)} ({_gib(config.host_cache_bytes)} of host cache each)"
+    who = "1 rank takes" if num_ranks == 1 else f"{num_ranks} ranks take"
+    each = "" if num_ranks == 1 else " each"
+    what = f"{who} {_gib(needed)} ({_gib(config.host_cache_bytes)} of host cache{each})"
     limit = "the memory of this machine" if machine.cgroup_nbytes is None else "what this job's control group may use"
     most = max((machine.usable_nbytes // num_ranks - (per_rank - config.host_cache_bytes)) // MIB * MIB, 0)
     advice = f"lower host_cache_size to less than {most / GIB:.3g}, leaving room for the training itself"

@@ -75,7 +75,8 @@ def pace_findings(
         yield good("interval", f"{message}: save every {seconds:.3g} s or less often")
     else:
         steps = max(math.ceil(seconds / step_seconds), 1)
-        yield good("interval", f"{message}: a save-interval of {steps} steps or more is sustainable")
+        every = "saving at every step is" if steps == 1 else f"a save-interval of {steps} steps or more is"
+        yield good("interval", f"{message}: {every} sustainable")
     if host_cache_bytes is not None:
         yield _cache_finding(load, nbytes_per_second, host_cache_bytes, step_seconds)
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
+import math
 from collections.abc import Iterable, Sequence
 
 import torch
 
+from datastates.copying import memory_at
 from datastates.formats.selectable import FileTensor
 from datastates.formats.storages import copying_tiles
 from datastates.reading import TILE_BYTES, FileReader, Sink, Tile, fresh_memory, page_ceil, page_floor
@@ -60,7 +61,8 @@ def fill(file: FileReader, pairs: Iterable[tuple[FileTensor, torch.Tensor]]) -> 
 
 def copy_over(source: torch.Tensor, target: torch.Tensor) -> None:
     """Copy a loaded tensor into a target."""
-    alias(target).copy_(source.detach())
+    with torch.inference_mode(target.is_inference()):  # what was made in that mode changes in no other
+        alias(target).copy_(source.detach())
 
 
 def _is_same_memory(source: FileTensor, target: torch.Tensor) -> bool:
@@ -70,10 +72,7 @@ def _is_same_memory(source: FileTensor, target: torch.Tensor) -> bool:
 
 
 def _is_dense(source: FileTensor) -> bool:
-    count = 1
-    for size in source.shape:
-        count *= size
-    if source.end - source.begin != count * source.dtype.itemsize:
+    if source.end - source.begin != math.prod(source.shape) * source.dtype.itemsize:
         return False
     reach = 1
     for size, stride in sorted(zip(source.shape, source.stride, strict=True), key=lambda dim: dim[1]):
@@ -99,8 +98,7 @@ def _is_contiguous(source: FileTensor) -> bool:
 
 
 def _memory_of(target: torch.Tensor) -> memoryview:
-    nbytes = target.numel() * target.itemsize
-    return memoryview((ctypes.c_char * nbytes).from_address(target.data_ptr())).cast("B")
+    return memory_at(target.data_ptr(), target.numel() * target.itemsize)
 
 
 def _converting_tiles(source: FileTensor, flat: torch.Tensor) -> list[Tile]:
@@ -119,7 +117,8 @@ def _converter(part: torch.Tensor, dtype: torch.dtype) -> Sink:
     def convert(data: memoryview) -> None:
         elements = torch.empty(len(data) // dtype.itemsize, dtype=dtype)  # aligned, which the data need not be
         _memory_of(elements)[:] = data
-        part.copy_(elements)
+        with torch.inference_mode(part.is_inference()):
+            part.copy_(elements)
 
     return convert
 

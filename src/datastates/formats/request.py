@@ -8,9 +8,10 @@ from typing import Any, TypeAlias
 
 import torch
 
-from datastates.contents.parts import Part, names_within, parts_of, shown
+from datastates.contents.parts import Part, names_within, parts_of
 from datastates.errors import CorruptCheckpointError
 from datastates.formats.storages import Check, Checksums, Region, between, run, scanning_tiles
+from datastates.fqns import listed
 from datastates.reading import FileReader
 
 MapLocation: TypeAlias = (
@@ -102,6 +103,16 @@ def verify(file: FileReader, regions: Sequence[Region], checksums: Checksums, is
     raise_damage(file, checksums, lambda: parts_of(file))
 
 
+def verify_whole(file: FileReader, slabs: Sequence[Check]) -> None:
+    """Read all of a file that has no checksums of its own, and compare it with those of its checkpoint, if any.
+
+    Raises:
+        CorruptCheckpointError: a check failed, or the file ends before.
+        StorageError: the device or file system fails.
+    """
+    verify(file, (), Checksums(slabs), is_whole=True)
+
+
 def safe_parts(parts: Callable[[], list[Part]]) -> list[Part]:
     """The parts of a damaged file; none where even they cannot be told."""
     try:
@@ -117,7 +128,7 @@ def damage_error(
     names = names_within(parts, begin, end)
     fqn = names[0] if any(part.is_tensor and part.name == names[0] for part in parts) else ""
     return CorruptCheckpointError(
-        f"{path}: {shown(names)} is damaged: bytes {begin} to {end} have CRC-32 {found:08x}, expected {expected:08x}; "
+        f"{path}: {listed(names)} is damaged: bytes {begin} to {end} have CRC-32 {found:08x}, expected {expected:08x}; "
         "load another checkpoint, or pass check=False to load what is there",
         path,
         fqn,

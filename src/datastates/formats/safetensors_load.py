@@ -53,7 +53,7 @@ class SafetensorsFile:
         tensors.finish()
         return state
 
-    def load(self, root: Any, indices: Iterable[int] | None = None) -> Any:
+    def load(self, root: Any, indices: set[int] | None = None) -> Any:
         """The state that a node of the tree describes.
 
         Args:

@@ -16,7 +16,6 @@ from datastates.contents.subset_pickle import write_pickle
 from datastates.contents.tensor_calls import Window, storages_in, window_of
 from datastates.contents.walk import Leaf, Path, leaves, pruned
 from datastates.errors import CorruptCheckpointError
-from datastates.formats.request import Request
 from datastates.formats.safetensors_load import SafetensorsFile, torch_form
 from datastates.formats.torch_load import TorchArchive
 from datastates.formats.torch_names import dtype_named
@@ -222,11 +221,3 @@ class LoadedState:
 
     def verify(self, found: Sequence[Leaf], is_whole: bool) -> None:
         """What has been loaded was checked then, as far as it can be."""
-
-
-def safetensors_state(file: FileReader, request: Request) -> tuple[SafetensorsFile, TreeState | FlatState]:
-    """An open safetensors file and its state. Raises CorruptCheckpointError."""
-    opened = SafetensorsFile(file, request)
-    if opened.tree is None:
-        return opened, FlatState(opened, file.path)
-    return opened, TreeState(opened, opened.tree, file.path)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from datastates.reading import TILE_BYTES, Digests, FileReader, Tile, fresh_memory, page_ceil, page_floor
+from datastates.reading import TILE_BYTES, Digests, FileReader, Tile, fresh_memory, page_ceil, page_floor, tiles_of
 
 _LARGE_BYTES = 1 << 20
 """Storages from this size on have memory of their own; smaller neighbours share a block, and keep it alive together."""
@@ -143,8 +143,7 @@ def scanning_tiles(regions: Iterable[Region]) -> list[Tile]:
         ):
             tiles[-1] = Tile(last.begin, max(region.end, last.end))
             continue
-        begins = range(region.begin, region.end, TILE_BYTES)
-        tiles += [Tile(begin, min(begin + TILE_BYTES, region.end)) for begin in begins]
+        tiles += tiles_of(region.begin, region.end)
     return tiles
 
 
@@ -152,7 +151,7 @@ def between(tiles: Iterable[Tile], nbytes: int) -> list[Tile]:
     """Tiles for what other tiles leave out of the file."""
     position, rest = 0, []
     for begin, end in [*sorted((tile.begin, tile.end) for tile in tiles), (nbytes, nbytes)]:
-        rest += [Tile(first, min(first + TILE_BYTES, begin)) for first in range(position, begin, TILE_BYTES)]
+        rest += tiles_of(position, begin)
         position = max(position, end)
     return rest
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from datastates.checksum import crc32
+from datastates.contents.parts import PICKLE_NAME, STORAGE_PREFIX
 from datastates.formats.image import Block, ImageBuilder, Literal
 from datastates.formats.zip_image import (
     DESCRIPTOR_BEGIN,
@@ -227,7 +228,7 @@ class _Template:
 
 def add_first_records(archive: ZipImage, pickled: bytes, begin: int | None = None) -> None:
     """The state's pickle and what follows it; ``begin``: where that shall lie, ValueError where it cannot."""
-    _add(archive, "data.pkl", pickled)
+    _add(archive, PICKLE_NAME, pickled)
     archive.add("archive/.format_version", Block(len(_FORMAT_VERSION), _FORMAT_VERSION, ""), ALIGNMENT, begin)
 
 
@@ -245,7 +246,7 @@ def add_closing_records(archive: ZipImage, pickled: bytes) -> None:
 
 
 def storage_name(key: str) -> str:
-    return f"archive/data/{key}"
+    return f"archive/{STORAGE_PREFIX}{key}"
 
 
 def alignment_of(nbytes: int) -> int:

@@ -14,19 +14,23 @@ Value = TypeVar("Value")
 
 
 def settle() -> None:
-    """Wait until every save of this process is committed or has failed."""
+    """Block until every save of this process is committed or has failed; failures stay for their owners to raise."""
     for saver in open_savers():
         saver.settle()
 
 
 def barrier() -> None:
-    """Wait for all ranks, where there are several."""
+    """Block until all ranks are here, where there are several."""
     if distributed.is_initialized() and distributed.get_world_size() > 1:
         distributed.barrier()
 
 
 def agreed(compute: Callable[[], Value]) -> Value:
-    """What the first rank finds, on all ranks: each calls it. Raises on all what is raised there."""
+    """What the first rank finds, on all ranks: each calls it, and blocks until the first has found it.
+
+    Raises:
+        DataStatesError, OSError: what was raised there, on all of them.
+    """
     is_alone = not distributed.is_initialized() or distributed.get_world_size() == 1
     found: list[Any] = [None, None]
     if is_alone or distributed.get_rank() == 0:

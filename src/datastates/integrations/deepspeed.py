@@ -18,7 +18,7 @@ from typing import Any
 
 from deepspeed.runtime.checkpoint_engine.datastates_checkpoint_engine import DataStatesCheckpointEngine
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.utils import log_dist
+from deepspeed.utils.logging import print_dist
 from torch import distributed
 
 from datastates import __version__, manifest, recovery
@@ -27,9 +27,9 @@ from datastates.config import CheckpointConfig
 from datastates.errors import DataStatesError
 from datastates.events import now
 from datastates.integrations import draining, nvme
+from datastates.integrations.agreement import barrier, settle
 from datastates.integrations.hazards import eager_rule, hazards_of
 from datastates.integrations.resharding import resharded
-from datastates.saver import open_savers
 
 logger = logging.getLogger(__name__)
 
@@ -52,9 +52,12 @@ def repair() -> None:
 
 
 def announce(config: CheckpointConfig) -> None:
-    """Say on rank 0, in DeepSpeed's own log, which engine is active."""
+    """Say on rank 0, where DeepSpeed prints, which engine is active.
+
+    DeepSpeed's log shows warnings only, unless a script sets its level, and this is none.
+    """
     text = f"{config.host_cache_bytes / 2**30:g} GiB of host cache per process, format {config.format or 'torch'}"
-    log_dist(f"datastates {__version__} is the active checkpoint engine: {text}", ranks=[0])
+    print_dist(f"datastates {__version__} is the active checkpoint engine: {text}", ranks=[0])
 
 
 def engine_of(engine: DeepSpeedEngine) -> CheckpointEngine | None:
@@ -128,21 +131,18 @@ def load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def wrapper(self: DeepSpeedEngine, load_dir: str, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
-        engine = engine_of(self)
-        if engine is not None:
-            for saver in open_savers():  # another engine of this process may have saved what this one loads
-                saver.settle()
-            _recover(self, load_dir, tag)
-            with_states = _argument(args, kwargs, 1, "load_optimizer_states", True)
-            is_module_only = _argument(args, kwargs, 3, "load_module_only", False)
-            with_states = with_states and not is_module_only
-            with resharded(self, load_dir, tag, with_states=with_states):
-                if with_states and not self.load_universal_checkpoint():
-                    nvme.check_offload(self, load_dir, tag)
-                if with_states and nvme.is_swapping(self) and not self.load_universal_checkpoint():
+        if engine_of(self) is None:
+            return original(self, load_dir, tag, *args, **kwargs)
+        settle()  # another engine of this process may have saved what this one loads
+        _recover(self, load_dir, tag)
+        is_module_only = _argument(args, kwargs, 3, "load_module_only", False)
+        with_states = _argument(args, kwargs, 1, "load_optimizer_states", True) and not is_module_only
+        with resharded(self, load_dir, tag, with_states=with_states):
+            if with_states and not self.load_universal_checkpoint():
+                nvme.check_offload(self, load_dir, tag)
+                if nvme.is_swapping(self):
                     return nvme.load_checkpoint(self, original, load_dir, tag, *args, **kwargs)
-                return original(self, load_dir, tag, *args, **kwargs)
-        return original(self, load_dir, tag, *args, **kwargs)
+            return original(self, load_dir, tag, *args, **kwargs)
 
     return wrapper
 
@@ -199,8 +199,7 @@ def _recover(engine: DeepSpeedEngine, load_dir: str, tag: Any) -> None:
         except (DataStatesError, OSError) as error:
             # The check below says on every rank what is wrong; raising here would leave the others in the barrier.
             logger.warning("%s: what an interrupted run left could not be cleaned up: %s", load_dir, error)
-    if distributed.is_initialized() and distributed.get_world_size() > 1:
-        distributed.barrier()
+    barrier()
     if tag is None and not engine.load_universal_checkpoint():
         tag = manifest.read_latest(load_dir)
     if tag is not None:

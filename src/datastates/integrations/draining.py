@@ -15,7 +15,7 @@ from typing import Any
 from deepspeed.checkpoint import ds_to_universal
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-from datastates.saver import open_savers
+from datastates.integrations.agreement import settle
 
 
 def repair() -> None:
@@ -31,13 +31,12 @@ def _drain(function: types.FunctionType) -> None:
         return
     original = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__)
     original.__kwdefaults__ = function.__kwdefaults__
-    names["_datastates_settle"], names["_datastates_original"] = _datastates_settle, original
+    names["_datastates_settle"], names["_datastates_original"] = settle, original
     function.__code__, function.__defaults__, function.__kwdefaults__ = _settled.__code__, None, None
 
 
 def _datastates_settle() -> None:
-    for saver in open_savers():
-        saver.settle()
+    """Stands for `settle`."""
 
 
 def _datastates_original(*args: Any, **kwargs: Any) -> Any:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import distributed
 
 from datastates import manifest
 from datastates.checkpoint_engine import CheckpointEngine, check_committed
@@ -67,8 +68,12 @@ def save_swapped(engine: Any, inner: CheckpointEngine, directory: str) -> None:
 def check_offload(engine: Any, load_dir: str, tag: Any) -> None:
     """Refuse a checkpoint whose swapped states the engine has no place for, or that lacks what it swaps.
 
+    Every rank comes to the same decision, or those that go on would wait for the others.
+
     Raises:
-        TopologyError: it was saved with another offload; says what to do. Nothing has been changed.
+        TopologyError: it was saved with another offload or by other ranks; says what to do. Nothing has been changed.
+        CheckpointNotFoundError: a swap file of any rank is missing.
+        CorruptCheckpointError: one has another size than was committed.
     """
     tag = manifest.read_latest(load_dir) if tag is None else str(tag)
     if tag is None or not engine.zero_optimization():
@@ -76,16 +81,22 @@ def check_offload(engine: Any, load_dir: str, tag: Any) -> None:
     directory = os.path.join(load_dir, tag)
     if not glob.glob(os.path.join(glob.escape(directory), "*_optim_states.pt")):
         return  # no such checkpoint, or not of ZeRO: DeepSpeed says so
-    missing = [path for _, path in swap_files(engine, directory) if not os.path.isfile(path)]
-    if missing:
+    record = manifest.read_commit(directory)
+    for name in sorted(() if record is None else record.file_nbytes):
+        if name.startswith(f"{FOLDER}/"):
+            _check_there(os.path.join(directory, name))
+    folder = os.path.join(directory, FOLDER)
+    is_swapped = os.path.isdir(folder)
+    if is_swapped != is_swapping(engine):
         raise TopologyError(
-            f"{directory} lacks {os.path.relpath(missing[0], directory)}: it was saved without offload_optimizer.device"
-            ' "nvme", or of another model; load it with the offload that it was saved with'
+            f'{directory} was saved {"with" if is_swapped else "without"} offload_optimizer.device "nvme": '
+            "load it with the offload that it was saved with"
         )
-    if not is_swapping(engine) and os.path.isdir(os.path.join(directory, FOLDER)):
+    num_ranks = distributed.get_world_size() if distributed.is_initialized() else 1
+    if is_swapped and not engine.use_node_local_storage() and len(os.listdir(folder)) != num_ranks:
         raise TopologyError(
-            f'{directory} was saved with offload_optimizer.device "nvme": optimizer states are in its {FOLDER}; load '
-            "it with the same offload"
+            f"{directory} was saved by {len(os.listdir(folder))} ranks, here are {num_ranks}: with NVMe offload load it"
+            " on as many"
         )
 
 
@@ -116,9 +127,7 @@ def load_checkpoint(
     optimizer.checkpoint_event_prologue()
     _expect_moments(optimizer)
     for target, path in swap_files(engine, os.path.join(load_dir, tag)):
-        check_committed(path)
-        if not os.path.isfile(path):
-            raise CheckpointNotFoundError(f"{path} is missing from the checkpoint: restore it, or load another one")
+        _check_there(path)
         shutil.copyfile(path, target)
     optimizer.reset_swap_buffers()
     optimizer.checkpoint_event_epilogue()
@@ -138,6 +147,12 @@ def swap_files(engine: Any, directory: str) -> list[tuple[str, str]]:
     swapped = engine.optimizer.optimizer_swapper.swap_params_info.values()
     paths = [path for info in swapped for path in info.get_swap_paths()]
     return [(path, os.path.join(folder, _stable_name(os.path.basename(path), first))) for path in paths]
+
+
+def _check_there(path: str) -> None:
+    check_committed(path)
+    if not os.path.isfile(path):
+        raise CheckpointNotFoundError(f"{path} is missing from the checkpoint: restore it, or load another one")
 
 
 def _release(optimizer: Any) -> None:

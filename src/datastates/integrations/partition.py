@@ -31,6 +31,17 @@ class Partition:
     """The checkpoint as it would be had it been saved by the present number of ranks: this rank's files."""
 
     def __init__(self, engine: DeepSpeedEngine, checkpoint: ZeroCheckpoint, with_states: bool) -> None:
+        """Read the structure of the old partitions, no element of them.
+
+        Args:
+            engine: about to load; its optimizer has the present partitions.
+            checkpoint: what is loaded; its files stay open until the loading is done.
+            with_states: the optimizer's states are wanted, not only the weights.
+
+        Raises:
+            TopologyError: the checkpoint is of another model.
+            CorruptCheckpointError: the pieces of a parameter are not the whole of it.
+        """
         self._engine = engine
         self._checkpoint = checkpoint
         self._optimizer = engine.optimizer

@@ -32,7 +32,7 @@ from datastates.integrations.partition import Partition
 from datastates.universal.mapped_files import MappedFiles
 from datastates.universal.names import read_names
 from datastates.universal.source import ZeroCheckpoint
-from datastates.universal.weights import fp32_weights
+from datastates.universal.weights import in_memory, zero_weights
 
 logger = logging.getLogger(__name__)
 
@@ -141,7 +141,7 @@ def _weights_only(engine: DeepSpeedEngine, checkpoint: ZeroCheckpoint) -> Iterat
     original, source = engine.load_module_state_dict, checkpoint
 
     def load_module_state_dict(checkpoint: dict[str, Any], **options: Any) -> None:
-        checkpoint["module"] = fp32_weights(source)
+        checkpoint["module"] = in_memory(zero_weights(source))
         original(checkpoint=checkpoint, **{**options, "fetch_z3_params": True})
 
     yield deepspeed_engine, "get_fp32_state_dict_from_zero_checkpoint", lambda _: {}

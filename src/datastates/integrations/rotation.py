@@ -90,7 +90,8 @@ class Rotation:
             WaitTimeoutError: not within ``timeout`` seconds.
         """
         deadline = Deadline(timeout)
-        thread = self._thread
+        with self._lock:
+            thread = self._thread
         for saver in open_savers() if thread is not None else ():
             saver.settle(deadline.left())
         if thread is not None:
@@ -99,15 +100,21 @@ class Rotation:
                 raise WaitTimeoutError(f"old checkpoints are not deleted within {timeout} s")
 
     def _work(self) -> None:
-        while True:
-            futures = [future for _, future in _in_flight()]
-            concurrent.futures.wait(futures, return_when=concurrent.futures.FIRST_COMPLETED)
-            self._fulfil()
+        """The thread: until nothing is in flight and every wish is fulfilled."""
+        try:
+            is_done = False
+            while not is_done:
+                futures = [future for _, future in _in_flight()]
+                concurrent.futures.wait(futures, return_when=concurrent.futures.FIRST_COMPLETED)
+                self._fulfil()
+                with self._lock:
+                    is_done = not self._wanted and not _in_flight()
+                    if is_done:
+                        self._thread = None
+        except Exception:  # the top of a thread: the next wish starts another one
+            logger.exception("old checkpoints stay: their deletion has failed by a defect")
             with self._lock:
-                if not _in_flight():
-                    self._thread = None
-                    break
-        self._fulfil()  # what was asked for meanwhile
+                self._thread = None
 
     def _fulfil(self) -> None:
         with self._deleting:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from datastates import recovery
 from datastates.attempt_folder import has_attempts
+from datastates.deadline import Deadline
 from datastates.errors import CorruptCheckpointError, DataStatesError
 from datastates.manifest import LATEST_NAME, read_commit
 from datastates.storage import write_atomically
@@ -92,15 +93,15 @@ def youngest_complete(folder: str, prefix: str) -> str | None:
 def finish_interrupted(folder: str, timeout: float = OWNER_SECONDS) -> bool:
     """Complete or remove what an interrupted job has left in a checkpoint's folder, as far as storage allows.
 
-    A flusher process that has outlived its trainer may still be at work there: it is waited for.
+    Blocks: a flusher process that has outlived its trainer may still be at work there, and is waited for.
 
     Returns:
         Whether a living process still owns a part of it after ``timeout`` seconds: then it may become complete yet.
     """
-    end = time.monotonic() + timeout
+    deadline = Deadline(timeout)
     try:
         while any(recovery.recover(path) is recovery.Recovery.OWNED for path in _parts(folder)):
-            if time.monotonic() > end:
+            if not deadline.left():
                 return True
             time.sleep(_POLL_SECONDS)
         recovery.clean_leftovers(folder)

@@ -4,6 +4,5 @@ from __future__ import annotations
 
 from datastates.universal.building import Conversion, Progress
 from datastates.universal.convert import convert_to_universal
-from datastates.universal.rewrite import convert_to_torch
 
-__all__ = ["Conversion", "Progress", "convert_to_torch", "convert_to_universal"]
+__all__ = ["Conversion", "Progress", "convert_to_universal"]

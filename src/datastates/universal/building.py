@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 
 from datastates.errors import StorageError
@@ -31,11 +31,18 @@ class Item:
         key: names it in the journal.
         nbytes: about how much it writes.
         make: gives its files.
+        copy_of: the file that it copies byte by byte; None where it is made of files that were loaded.
     """
 
     key: str
     nbytes: int
     make: Callable[[], Iterator[OutFile]]
+    copy_of: str | None = None
+
+
+def copy_item(name: str, path: str) -> Item:
+    """A file of the result that is a copy of the one at ``path``."""
+    return Item(name, os.path.getsize(path), lambda: iter([OutFile(name, copy_of=path)]), path)
 
 
 @dataclass(frozen=True)
@@ -74,7 +81,7 @@ def build(
         path: the folder, absolute.
         origin: what is made of what; with the names, sizes and times of the sources it tells whether something that a
             dead process has begun can be continued.
-        files: has loaded all sources.
+        files: has loaded all sources but those that are copied.
         num_workers: threads; None: as many as there are processors, at most 8.
         progress: see `Progress`.
         replace: what is at ``path`` is replaced.
@@ -87,14 +94,15 @@ def build(
     files.locate()
     if num_workers is None:
         num_workers = min(len(os.sched_getaffinity(0)), _MAX_WORKERS)
-    with ResultFolder(path, f"{origin}: {files.fingerprint()}", replace=replace) as result:
+    sources = files.fingerprint(item.copy_of for item in items if item.copy_of is not None)
+    with ResultFolder(path, f"{origin}: {sources}", replace=replace) as result:
         _check_room(result.directory, sum(item.nbytes + _BYTES_PER_FILE for item in items))
         work = _Work(result, files, sum(item.nbytes for item in items), progress)
         ordered = sorted(items, key=lambda item: -item.nbytes)
         with ThreadPoolExecutor(num_workers, "datastates-convert") as pool:
             futures = [pool.submit(work.do, item) for item in ordered]
             try:
-                for future in futures:
+                for future in as_completed(futures):  # the first failure ends them all
                     future.result()
             except BaseException:
                 work.stop()

@@ -16,7 +16,7 @@ import torch
 
 from datastates import reader
 from datastates.storage import write_atomically
-from datastates.universal.building import Conversion, Item, Progress, build
+from datastates.universal.building import Conversion, Item, Progress, build, copy_item
 from datastates.universal.mapped_files import MappedFiles
 from datastates.universal.merging import Merged, Rules
 from datastates.universal.names import checkpoint_folder
@@ -172,4 +172,4 @@ def _model_file(checkpoint: ZeroCheckpoint, name: str, files: MappedFiles) -> It
     if reader.format_of(path) == "safetensors":
         state = files.load(path)
         return Item(name, os.path.getsize(path), lambda: iter([OutFile(name, state)]))
-    return Item(name, os.path.getsize(path), lambda: iter([OutFile(name, copy_of=path)]))
+    return copy_item(name, path)

@@ -12,7 +12,7 @@ import ctypes
 import json
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -50,6 +50,7 @@ class MappedFiles:
         self._whole = whole
         self._states: dict[str, Any] = {}
         self._descriptors: dict[str, int] = {}
+        self._paths: dict[int, str] = {}  # by descriptor
         self._areas: list[_Area] = []
         self._buffers = threading.local()
 
@@ -74,7 +75,9 @@ class MappedFiles:
                 message = f"{path} holds objects of {error.name}, which is not installed here: install it first"
                 raise CorruptCheckpointError(message, path) from error
             self._states[path] = state
-            self._descriptors[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            with storage_errors("open", path):
+                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._descriptors[path], self._paths[descriptor] = descriptor, path
             self._areas.clear()
         return self._states[path]
 
@@ -108,6 +111,7 @@ class MappedFiles:
         for descriptor in self._descriptors.values():
             os.close(descriptor)
         self._descriptors.clear()
+        self._paths.clear()
 
     def __enter__(self) -> MappedFiles:
         return self
@@ -115,18 +119,18 @@ class MappedFiles:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def fingerprint(self) -> str:
-        """Names, sizes and times of the files, so that a change of one is seen."""
-        entries = []
-        for path, descriptor in sorted(self._descriptors.items()):
-            status = os.fstat(descriptor)
-            entries.append((path, status.st_size, status.st_mtime_ns))
-        return json.dumps(entries)
+    def fingerprint(self, others: Iterable[str] = ()) -> str:
+        """Names, sizes and times of the files, and of others that are read beside them, so that a change is seen."""
+        statuses = {path: os.stat(path) for path in others}
+        statuses |= {path: os.fstat(descriptor) for path, descriptor in self._descriptors.items()}
+        return json.dumps([(path, one.st_size, one.st_mtime_ns) for path, one in sorted(statuses.items())])
 
     def locate(self) -> None:
         """Look up where the files are mapped; to be called after the last `load`, before threads read."""
-        by_inode = {(os.fstat(descriptor).st_ino, name): descriptor for name, descriptor in self._descriptors.items()}
-        inodes = {(inode, os.path.basename(name)): descriptor for (inode, name), descriptor in by_inode.items()}
+        inodes = {
+            (os.fstat(descriptor).st_ino, os.path.basename(path)): descriptor
+            for path, descriptor in self._descriptors.items()
+        }
         self._areas = sorted(_areas(inodes))
 
     def _place(self, address: int, nbytes: int) -> tuple[int, int] | None:
@@ -138,19 +142,15 @@ class MappedFiles:
         return (descriptor, offset + address - begin) if address + nbytes <= end else None
 
     def _fill(self, block: memoryview, descriptor: int, offset: int) -> None:
-        done = 0
+        done, path = 0, self._paths[descriptor]
         while done < len(block):
-            with storage_errors("read", self._path_of(descriptor)):
+            with storage_errors("read", path):
                 count = patiently(os.preadv, descriptor, [block[done:]], offset + done)
             if count == 0:
-                path = self._path_of(descriptor)
                 raise CorruptCheckpointError(
                     f"{path} was cut short to {offset + done} bytes", path, offset=offset + done
                 )
             done += count
-
-    def _path_of(self, descriptor: int) -> str:
-        return next(path for path, found in self._descriptors.items() if found == descriptor)
 
     def _buffer(self) -> memoryview:
         found = getattr(self._buffers, "view", None)

@@ -60,7 +60,7 @@ class ResultFolder:
         self._is_begun = False
         self._mutex = threading.Lock()  # protects the order of lines in the journal
         self._check_free_place()
-        self._lock, self._journal = -1, -1
+        self._lock = self._journal = self._filesystem = -1
         with storage_errors("make", self.directory):
             make_directories(self.directory)
             self._lock = open_locked(os.path.join(self.directory, _LOCK_NAME), os.O_RDWR | os.O_CREAT)
@@ -113,7 +113,7 @@ class ResultFolder:
         if self._lock >= 0 and not self._is_begun:
             shutil.rmtree(self.directory, ignore_errors=True)  # nothing in it is worth keeping
         for name in ("_journal", "_filesystem", "_lock"):
-            descriptor = getattr(self, name, -1)
+            descriptor = getattr(self, name)
             setattr(self, name, -1)
             if descriptor >= 0:
                 os.close(descriptor)
@@ -163,7 +163,11 @@ def _exchange(one: str, other: str) -> None:
         raise OSError(code, os.strerror(code), other)
     aside = partial_path(other, "replaced")
     patiently(os.rename, other, aside)
-    patiently(os.rename, one, other)
+    try:
+        patiently(os.rename, one, other)
+    except OSError:
+        patiently(os.rename, aside, other)
+        raise
     patiently(os.rename, aside, one)
 
 

@@ -21,11 +21,13 @@ class ZeroCheckpoint:
     the states that were read; a file that is cut short meanwhile ends the process with SIGBUS.
 
     Attributes:
+        directory: the folder with the files, absolute.
         names: the files.
         stage: of ZeRO.
         num_data_parallel: ranks among which ZeRO has split the state.
         num_model_parallel: ranks of tensor and pipeline parallelism together.
         num_pipeline: stages of the pipeline.
+        universal_info: the rules for tensor parallelism that the model has left; empty where it has none.
     """
 
     def __init__(self, directory: str, files: MappedFiles) -> None:
@@ -61,6 +63,7 @@ class ZeroCheckpoint:
 
     @property
     def num_tensor_parallel(self) -> int:
+        """Ranks of tensor parallelism alone."""
         return self.num_model_parallel // self.num_pipeline
 
     def model_state(self, dp: int, mp: int) -> dict[str, Any]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,8 +13,9 @@ import torch
 from datastates import formats
 from datastates.checksum import crc32, crc32_combine
 from datastates.formats.safetensors import plan_flat
-from datastates.plan import SEAL_NBYTES, FilePlan, Segment
+from datastates.plan import SEAL_NBYTES, FilePlan, Seal, Segment
 from datastates.state import capture_host
+from datastates.storage import read_chunks
 from datastates.system_calls import storage_errors, write_all
 from datastates.universal.mapped_files import BLOCK_BYTES, MappedFiles
 
@@ -118,6 +120,7 @@ class _Sink:
 
 def _write_plan(plan: FilePlan, joined: Mapping[str, Iterable[torch.Tensor]], files: MappedFiles, sink: _Sink) -> None:
     values: dict[tuple[int, int], int] = {}
+    seals = sorted(plan.seals, key=_offset)
     for segment in plan.segments:
         if segment.begin > sink.nbytes:
             sink.append(bytes(segment.begin - sink.nbytes))
@@ -127,21 +130,28 @@ def _write_plan(plan: FilePlan, joined: Mapping[str, Iterable[torch.Tensor]], fi
             if sink.nbytes != segment.end:
                 raise ValueError(f"{segment.fqn}: {sink.nbytes - segment.begin} bytes, planned {segment.nbytes}")
         elif isinstance(segment.source, (bytes, bytearray, memoryview)):
-            sink.append(_sealed(plan, segment, segment.source, values))
+            sink.append(_sealed(seals, segment, segment.source, values))
         else:
             raise TypeError(f"{segment.fqn}: a plan of a state has no source of another file")
 
 
 def _sealed(
-    plan: FilePlan, segment: Segment, data: bytes | bytearray | memoryview, values: Mapping[tuple[int, int], int]
+    seals: Sequence[Seal],
+    segment: Segment,
+    data: bytes | bytearray | memoryview,
+    values: Mapping[tuple[int, int], int],
 ) -> bytes:
-    """The literal bytes of a segment, with the checksums in it filled in."""
+    """The literal bytes of a segment, with the checksums in it filled in. ``seals`` are in the order of offsets."""
     filled = bytearray(data)
-    for seal in plan.seals:
-        if segment.begin <= seal.offset < segment.end:
-            position = seal.offset - segment.begin
-            filled[position : position + SEAL_NBYTES] = values[seal.begin, seal.end].to_bytes(SEAL_NBYTES, "little")
+    first, last = (bisect.bisect_left(seals, offset, key=_offset) for offset in (segment.begin, segment.end))
+    for seal in seals[first:last]:
+        position = seal.offset - segment.begin
+        filled[position : position + SEAL_NBYTES] = values[seal.begin, seal.end].to_bytes(SEAL_NBYTES, "little")
     return bytes(filled)
+
+
+def _offset(seal: Seal) -> int:
+    return seal.offset
 
 
 def _blocks(
@@ -160,7 +170,5 @@ def _blocks(
 
 
 def _copy(path: str, sink: _Sink) -> None:
-    with open(path, "rb", buffering=0) as source:
-        buffer = memoryview(bytearray(BLOCK_BYTES))
-        while count := source.readinto(buffer):
-            sink.append(buffer[:count])
+    for chunk in read_chunks(path, 0, os.path.getsize(path), BLOCK_BYTES):
+        sink.append(chunk)
