@@ -16,6 +16,7 @@ import torch
 from datastates.checkpoint_engine import CheckpointEngine
 from datastates.config import GIB
 from datastates.doctor.disk import DiskMeasurement, measure_disk
+from datastates.doctor.findings import figure
 from datastates.doctor.pace import HEADROOM
 from datastates.errors import ConfigError, StorageError
 from datastates.reading import Progress
@@ -87,7 +88,9 @@ def bench(
         raise StorageError(f"{directory} is no folder", path=directory)
     free = status.f_bavail * status.f_frsize
     if free < 2 * nbytes:
-        raise StorageError(f"{directory}: {free / GIB:.3g} GiB are free, {2 * nbytes / GIB:.3g} needed", path=directory)
+        raise StorageError(
+            f"{directory}: {figure(free / GIB)} GiB are free, {figure(2 * nbytes / GIB)} needed", path=directory
+        )
     disk = measure_disk(directory)
     settings = {"host_cache_size": max(nbytes * 1.05 / GIB, 2**-5)} if section is None else section
     state = _state_of(nbytes)

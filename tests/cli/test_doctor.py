@@ -17,7 +17,7 @@ from datastates.config import GIB, MIB, CheckpointConfig
 from datastates.doctor import disk, machine
 from datastates.doctor.disk import DiskMeasurement, measure_disk, room_findings
 from datastates.doctor.engine_choice import engine_findings, read_config
-from datastates.doctor.findings import Severity
+from datastates.doctor.findings import Severity, figure
 from datastates.doctor.installation import (
     DeepSpeedInstallation,
     find_deepspeed,
@@ -372,6 +372,18 @@ def test_a_measurement_takes_no_more_than_a_quarter_of_what_is_free(small_disk):
 def test_there_must_be_room_for_two_checkpoints(free, severity):
     measured = DiskMeasurement("/x", GIB, 1.0, 0.1, True, free)
     assert [finding.severity for finding in room_findings(measured, 10 * GIB)] == [severity]
+
+
+def test_numbers_have_three_digits_and_no_exponent():
+    assert [figure(value) for value in (0.0916, 1.7093, 999.4, 999.6, 7150.2)] == [
+        "0.0916",
+        "1.71",
+        "999",
+        "1000",
+        "7150",
+    ]
+    (room,) = room_findings(DiskMeasurement("/x", GIB, 1.0, 0.1, True, 7150 * GIB), 2000 * GIB)
+    assert room.message == "7150 GiB free, room for 3 checkpoints of 2000 GiB"
 
 
 # ---------------------------------------------------------------------------------------------- the pace

@@ -95,6 +95,14 @@ def test_saves_that_outrun_the_disk_are_named(tmp_path):
     assert "faster than they are durable" in CliRunner().invoke(main, ["stats", str(tmp_path / "events")]).stdout
 
 
+def test_a_save_that_was_cut_off_is_counted_as_such(tmp_path):
+    write(tmp_path / "events", two_ranks()[:-1])
+    printed = CliRunner().invoke(main, ["stats", str(tmp_path / "events")]).stdout
+    assert "2 saves, 1 committed, 0 lost or skipped, 1 without an end (in flight, or the job was killed); " in printed
+    write(tmp_path / "events", two_ranks())
+    assert "without an end" not in CliRunner().invoke(main, ["stats", str(tmp_path / "events")]).stdout
+
+
 @pytest.mark.parametrize("name", ["missing", "empty"])
 def test_no_records(tmp_path, name):
     (tmp_path / "empty").mkdir()

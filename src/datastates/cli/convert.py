@@ -12,7 +12,15 @@ import click
 import torch
 from rich.console import Console
 
-from datastates.cli.console import byte_progress, duration_text, json_option, path_text, print_json, printable, size_text
+from datastates.cli.console import (
+    byte_progress,
+    duration_text,
+    json_option,
+    path_text,
+    print_json,
+    printable,
+    size_text,
+)
 from datastates.conversion import (
     convert_to_distributed,
     convert_to_huggingface,

@@ -65,6 +65,9 @@ def _rate(nbytes_per_second: float | None) -> str:
 
 def _sentence(summary: dict[str, Any]) -> str:
     text = f"{summary['num_saves']} saves, {summary['num_committed']} committed, {summary['num_lost']} lost or skipped"
+    num_open = summary["num_saves"] - summary["num_committed"] - summary["num_lost"]
+    if num_open:
+        text += f", {num_open} without an end (in flight, or the job was killed)"
     if not summary["num_committed"]:
         return text
     text += f"; medians: {size_text(summary['nbytes'])}, blocked {duration_text(summary['blocked_seconds'])}"

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from datastates.config import GIB, MAX_SLAB_BYTES, MIB
-from datastates.doctor.findings import Finding, good, warning, wrong
+from datastates.doctor.findings import Finding, figure, good, warning, wrong
 from datastates.errors import StorageError
 from datastates.system_calls import fsync, patiently, storage_errors, write_all
 
@@ -101,14 +101,15 @@ def disk_findings(measured: DiskMeasurement) -> Iterator[Finding]:
 
 def room_findings(measured: DiskMeasurement, node_nbytes: int) -> Iterator[Finding]:
     """Whether checkpoints of this many bytes find room: two, since the older one stays until the younger is durable."""
-    free, what = measured.free_nbytes, f"{measured.free_nbytes / GIB:.3g} GiB free"
+    free, what = measured.free_nbytes, f"{figure(measured.free_nbytes / GIB)} GiB free"
+    size = f"{figure(node_nbytes / GIB)} GiB"
     if free < node_nbytes:
-        yield wrong("room", f"{what}, one checkpoint takes {node_nbytes / GIB:.3g} GiB", "make room, or save elsewhere")
+        yield wrong("room", f"{what}, one checkpoint takes {size}", "make room, or save elsewhere")
     elif free < 2 * node_nbytes:
-        message = f"{what}, room for one checkpoint of {node_nbytes / GIB:.3g} GiB only"
+        message = f"{what}, room for one checkpoint of {size} only"
         yield warning("room", message, "make room for two: the older one stays until the younger is durable")
     else:
-        yield good("room", f"{what}, room for {free // max(node_nbytes, 1)} checkpoints of {node_nbytes / GIB:.3g} GiB")
+        yield good("room", f"{what}, room for {free // max(node_nbytes, 1)} checkpoints of {size}")
 
 
 def _open_nameless(directory: str) -> int:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from datastates.config import GIB, MIB, CheckpointConfig
-from datastates.doctor.findings import Finding, good, warning, wrong
+from datastates.doctor.findings import Finding, figure, good, warning, wrong
 
 BESIDE_CACHE_BYTES = 64 * MIB
 """Memory that a rank's engine and its flusher process take beside the host cache, at most."""
@@ -76,7 +76,7 @@ def memory_findings(config: CheckpointConfig, num_ranks: int, machine: Machine) 
     what = f"{who} {_gib(needed)} ({_gib(config.host_cache_bytes)} of host cache{each})"
     limit = "the memory of this machine" if machine.cgroup_nbytes is None else "what this job's control group may use"
     most = max((machine.usable_nbytes // num_ranks - (per_rank - config.host_cache_bytes)) // MIB * MIB, 0)
-    advice = f"lower host_cache_size to less than {most / GIB:.3g}, leaving room for the training itself"
+    advice = f"lower host_cache_size to less than {figure(most / GIB)}, leaving room for the training itself"
     if needed > machine.usable_nbytes:
         yield wrong("memory", f"{what}: more than {limit}, {_gib(machine.usable_nbytes)}", advice)
     elif needed > machine.available_nbytes:
@@ -127,4 +127,4 @@ def _memory_info(text: str) -> dict[str, int]:
 
 
 def _gib(nbytes: int) -> str:
-    return f"{nbytes / GIB:.3g} GiB" if nbytes >= GIB else f"{nbytes / MIB:.3g} MiB"
+    return f"{figure(nbytes / GIB)} GiB" if nbytes >= GIB else f"{figure(nbytes / MIB)} MiB"

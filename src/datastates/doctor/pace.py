@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from datastates.config import GIB
-from datastates.doctor.findings import Finding, good, warning, wrong
+from datastates.doctor.findings import Finding, figure, good, warning, wrong
 
 HEADROOM = 1.25
 """Disks are shared and their rates vary: an interval is advised that is so many times the shortest."""
@@ -70,9 +70,9 @@ def pace_findings(
     """
     durable = load.node_nbytes / nbytes_per_second
     seconds = durable * HEADROOM
-    message = f"a checkpoint of {load.state_nbytes / GIB:.3g} GiB is durable {durable:.3g} s after it is begun"
+    message = f"a checkpoint of {figure(load.state_nbytes / GIB)} GiB is durable {figure(durable)} s after it is begun"
     if step_seconds is None:
-        yield good("interval", f"{message}: save every {seconds:.3g} s or less often")
+        yield good("interval", f"{message}: save every {figure(seconds)} s or less often")
     else:
         steps = max(math.ceil(seconds / step_seconds), 1)
         every = "saving at every step is" if steps == 1 else f"a save-interval of {steps} steps or more is"
@@ -83,19 +83,20 @@ def pace_findings(
 
 def _cache_finding(load: Load, nbytes_per_second: float, host_cache_bytes: int, step_seconds: float | None) -> Finding:
     rest = max(load.rank_nbytes - host_cache_bytes, 0)
-    size = f"{load.rank_nbytes / GIB:.3g} GiB per rank and checkpoint, {host_cache_bytes / GIB:.3g} GiB of host cache"
+    cache = f"{figure(host_cache_bytes / GIB)} GiB of host cache"
+    size = f"{figure(load.rank_nbytes / GIB)} GiB per rank and checkpoint, {cache}"
     if not rest:
         return good("cache", f"{size}: a save never waits for the disk")
     staged = rest * load.num_ranks / nbytes_per_second
     held = max(staged - (step_seconds or 0.0), 0.0)
     if step_seconds is not None and not held:
-        return good("cache", f"{size}: the rest is written in {staged:.3g} s, while the step goes on")
+        return good("cache", f"{size}: the rest is written in {figure(staged)} s, while the step goes on")
     wanted = math.ceil(load.rank_nbytes / GIB * 10) / 10
     if step_seconds is not None:
         smaller = load.rank_nbytes - int(step_seconds * nbytes_per_second / load.num_ranks)
         wanted = min(wanted, max(math.ceil(smaller / GIB * 10) / 10, 0.1))
     until = "" if step_seconds is not None else ", less the time from the save to the next optimizer step"
-    message = f"{size}: each save holds training back for {held:.3g} s{until}"
+    message = f"{size}: each save holds training back for {figure(held)} s{until}"
     return warning("cache", message, f"raise host_cache_size to {wanted:g}")
 
 
@@ -103,7 +104,7 @@ def interval_finding(load: Load, nbytes_per_second: float, step_seconds: float, 
     """Whether a planned interval, in steps, is sustainable."""
     durable = load.node_nbytes / nbytes_per_second
     between = save_interval * step_seconds
-    what = f"save-interval {save_interval}: {between:.3g} s between saves, {durable:.3g} s until one is durable"
+    what = f"save-interval {save_interval}: {figure(between)} s between saves, {figure(durable)} s until one is durable"
     if durable > between:
         steps = math.ceil(durable * HEADROOM / step_seconds)
         return wrong("interval", f"{what}: saves pile up, and training waits", f"save every {steps} steps")
