@@ -307,6 +307,10 @@ class Saver:
         """Raise the first background failure that has not been raised yet, and forget the others (they are logged)."""
         self._outcomes.raise_failure()
 
+    def has_in_flight(self, path: str) -> bool:
+        """Whether a save to this file, or to the checkpoint that it belongs to, is neither committed nor lost yet."""
+        return bool(self._outcomes.unsettled) and bool(self._outcomes.pending(resolved(path)))
+
     def wait_for(self, path: str, timeout: float | None = None) -> None:
         """Block until no save to this file, or to its checkpoint, is in flight.
 

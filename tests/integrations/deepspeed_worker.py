@@ -157,6 +157,8 @@ def overlap(folder: Path) -> None:
     assert torch.equal(engine.module.first.weight.detach(), weight)
     say("an existing tag is replaced")
     engine.save_checkpoint(str(folder), tag="read at once")
+    path = folder / "read at once" / "mp_rank_00_model_states.pt"
+    assert torch.equal(torch.load(path, weights_only=False)["module"]["first.weight"], engine.module.first.weight)
     weights = get_fp32_state_dict_from_zero_checkpoint(str(folder), "read at once")
     assert torch.equal(weights["first.weight"].bfloat16(), engine.module.first.weight.detach())
     say("tools of DeepSpeed that run in this process find what is in flight")

@@ -1,7 +1,8 @@
-"""Functions of DeepSpeed that read a checkpoint's files by themselves: they wait for the saves in flight first.
+"""Functions that read a checkpoint's files by themselves: they wait for the saves in flight first.
 
-Whoever calls one of them has imported it by name as a rule, long before this package's engine is made. So it is not the
-name that is replaced but the code of the function, which all references share.
+``torch.load`` waits only where the file that it is asked for is in flight in this process. The functions of DeepSpeed
+wait for all saves; whoever calls one of them has imported it by name as a rule, long before this package's engine is
+made. So it is not the name that is replaced but the code of the function, which all references share.
 
 Source: deepspeed 0.19.8, utils/zero_to_fp32.py, where all ways to read a checkpoint go through one function, and
 checkpoint/ds_to_universal.py.
@@ -9,19 +10,39 @@ checkpoint/ds_to_universal.py.
 
 from __future__ import annotations
 
+import functools
+import os
 import types
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from deepspeed.checkpoint import ds_to_universal
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 from datastates.integrations.agreement import settle
+from datastates.saver import open_savers
+
+_MARK = "_is_of_datastates"
 
 
 def repair() -> None:
     """Make the functions wait until every save of this process is committed, or has failed; idempotent."""
+    if not hasattr(torch.load, _MARK):
+        torch.load = torch.serialization.load = _load(torch.load)
     for function in (get_fp32_state_dict_from_zero_checkpoint, ds_to_universal.main):
         _drain(function)
+
+
+def _load(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def load(f: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(f, (str, os.PathLike)) and any(saver.has_in_flight(os.fspath(f)) for saver in open_savers()):
+            settle()
+        return original(f, *args, **kwargs)
+
+    setattr(load, _MARK, True)
+    return load
 
 
 def _drain(function: types.FunctionType) -> None:
