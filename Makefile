@@ -2,7 +2,7 @@
 # make install  make the virtual environment .venv (the other targets do so by themselves); . .venv/bin/activate
 # make test     run the tests                      make test ARGS="-k config"
 # make lint     form, types, documents             make lint ARGS=--fix repairs what can be repaired
-# make bench    measure saving against torch.save  make bench ARGS="--dir /scratch --repeat 5"
+# make bench    all ways to save side by side, with plots, 12 minutes       make bench ARGS="--dir /scratch --quick"
 # make stress   kills, power losses, saves by the thousand, half an hour    make stress ARGS="--kills 50 --saves 500"
 # make docs     check the links, paths and commands in the documents
 # make clean    remove what the targets above made
