@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from datastates import copier
-from datastates.copier import device_blocks
+from datastates.copier import HostCopier, copier_for, device_blocks
 from datastates.copying import is_flat, row_blocks
+from datastates.plan import Piece, Segment
 
 
 @st.composite
@@ -60,13 +61,44 @@ def test_a_non_contiguous_tensor_is_gathered_in_bounded_blocks(monkeypatch):
     assert torch.equal(torch.cat(blocks).view(torch.float32), tensor.reshape(-1))
 
 
-def test_a_memory_lock_limit_that_is_too_small_is_a_warning_with_advice(monkeypatch, caplog):
-    class Runtime:
-        def cudaHostRegister(self, pointer: int, nbytes: int, flags: int) -> int:
-            assert (nbytes, flags) == (4096, 0)
-            return 2  # cudaErrorMemoryAllocation
+def test_where_memory_is_short_blocks_are_halved(monkeypatch):
+    contiguous, refused = torch.Tensor.contiguous, []
 
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
-    assert copier.pin(torch.zeros(4096, dtype=torch.uint8)) is False
-    assert "ulimit -l" in caplog.text
+    def limited(tensor):
+        if tensor.numel() * tensor.element_size() > 500:
+            refused.append(tensor.numel())
+            raise torch.OutOfMemoryError("no more than 500 bytes")
+        return contiguous(tensor)
+
+    monkeypatch.setattr(copier, "MIN_DEVICE_BLOCK_BYTES", 64)
+    monkeypatch.setattr(torch.Tensor, "contiguous", limited)
+    tensor = torch.arange(1000.0).reshape(50, 20).t()
+    blocks = list(device_blocks(tensor, 0, 4000))
+    assert refused == [1000, 500, 250, 250, 500, 250, 250]
+    assert torch.equal(torch.cat(blocks).view(torch.float32), torch.arange(1000.0).reshape(50, 20).t().reshape(-1))
+    monkeypatch.setattr(copier, "MIN_DEVICE_BLOCK_BYTES", 1000)
+    with pytest.raises(torch.OutOfMemoryError):
+        list(device_blocks(tensor, 0, 4000))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64, torch.bool])
+def test_blocks_are_the_bytes_of_any_dtype(dtype):
+    raw = torch.randint(0, 2, (6 * 8 * dtype.itemsize,), dtype=torch.uint8)
+    tensor = raw.view(dtype).view(6, 8)
+    assert torch.equal(torch.cat(list(device_blocks(tensor, 0, raw.numel()))), raw)
+    turned = torch.cat(list(device_blocks(tensor.t(), 0, raw.numel())))
+    expected = raw.view(6, 8, dtype.itemsize).transpose(0, 1).reshape(-1)
+    assert torch.equal(turned, expected)
+
+
+def test_a_device_without_streams_is_copied_by_the_call(monkeypatch):
+    tensor = torch.randn(30, 40)
+    assert type(copier_for(torch.device("cpu"))) is HostCopier
+    monkeypatch.setattr(copier, "runtime_of", lambda device: None)
+    plain = copier_for(torch.device("mps"))
+    assert plain.ready() is None and plain.mark() is None
+    for source in (tensor, tensor.t()):
+        target = torch.zeros(4800, dtype=torch.uint8)
+        plain.copy(Piece(Segment(0, 4800, source, "t"), 400, 0, 4000), target, None)
+        assert torch.equal(target[:4000], source.reshape(-1).view(torch.uint8)[400:4400])
+        assert not target[4000:].any()

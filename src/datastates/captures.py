@@ -1,4 +1,4 @@
-"""Copies of eager tensors and other bytes in host memory, made inside ``save()`` within a budget of bytes."""
+"""Copies of eager tensors and other bytes, made inside ``save()`` within a budget of bytes."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import threading
 
 import torch
 
+from datastates.bundles import Bundle, BundledTensor
 from datastates.state import capture_host
 
 
 class EagerBudget:
-    """Host memory that copies and serialised objects may take, over all saves in flight. Thread safe."""
+    """Host memory that copies and serialised objects may take, over all saves in flight. Thread safe.
+
+    A device tensor's copy takes as much of the device's memory, for as long.
+    """
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
@@ -50,20 +54,43 @@ class EagerBudget:
 
 
 class Captures:
-    """The copies of eager tensors that one save makes; owned by the save until it is staged."""
+    """The copies of eager tensors that one save makes; owned by the save until it is staged.
+
+    Attributes:
+        nbytes: what it has taken from the budget.
+        bundled_nbytes: the part of that which device tensors take.
+    """
 
     def __init__(self, budget: EagerBudget) -> None:
         self._budget = budget
+        self._bundles: dict[torch.device, Bundle] = {}
         self.nbytes = 0
+        self.bundled_nbytes = 0
 
-    def capture(self, tensor: torch.Tensor) -> memoryview | torch.Tensor | None:
+    def capture(self, tensor: torch.Tensor) -> memoryview | BundledTensor | None:
         """A copy that nobody else changes, or None where the budget is used up (see `state.Capture`).
 
-        A device tensor is cloned on its device, in the order of the current stream: the host does not wait.
+        Those of a device's tensors are made by `pack`, in the order of the current stream: the host does not wait.
+
+        Raises:
+            GraphCaptureError: the device's current stream is recording a graph.
         """
-        if not self.take(tensor.numel() * tensor.element_size()):
+        nbytes = tensor.numel() * tensor.element_size()
+        if not self.take(nbytes):
             return None
-        return capture_host(tensor) if tensor.device.type == "cpu" else tensor.detach().clone()
+        if _is_on_host(tensor):
+            return capture_host(tensor)
+        bundle = self._bundles.get(tensor.device)
+        if bundle is None:
+            bundle = self._bundles[tensor.device] = Bundle(tensor.device)
+        self.bundled_nbytes += nbytes
+        return bundle.add(tensor)
+
+    def pack(self) -> None:
+        """Copy what was captured of device tensors; ``save()`` must not return before."""
+        for bundle in self._bundles.values():
+            bundle.pack()
+        self._bundles.clear()
 
     def take(self, nbytes: int) -> bool:
         """Count copies that the caller makes in, where there is room for them."""
@@ -80,4 +107,8 @@ class Captures:
     def release(self) -> None:
         """Give the memory back to the budget; idempotent."""
         self._budget.give_back(self.nbytes)
-        self.nbytes = 0
+        self.nbytes = self.bundled_nbytes = 0
+
+
+def _is_on_host(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu"

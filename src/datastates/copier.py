@@ -4,19 +4,19 @@ A host tensor is copied by the calling thread; the copy is done when the call re
 copied on a stream of its own, behind an event of the stream that computed it; the call returns at once, and a
 `Mark` says when the bytes have arrived. Nothing here runs on a device's default stream or starts an OpenMP team.
 
-The device path uses ``torch.accelerator`` and has been exercised on a fake device only where no accelerator
-was at hand; ``docs/design.md`` says which devices have run it.
+``docs/accelerators.md`` says which devices have run this, and what was read where about those that have not.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from datastates.copying import copy_range, is_flat, row_blocks
+from datastates.cuda_runtime import check_not_capturing, recorded, runtime_of, stay_outside_captures
 from datastates.errors import TornSnapshotError
 from datastates.plan import Piece
 from datastates.state import has_its_bytes
@@ -26,9 +26,12 @@ logger = logging.getLogger(__name__)
 DEVICE_BLOCK_BYTES = 4 << 20
 """Largest block of a non-contiguous device tensor that is gathered at once: bounds the device memory it takes."""
 
+MIN_DEVICE_BLOCK_BYTES = 64 << 10
+"""Blocks are halved down to this size where device memory is short."""
+
 
 class Mark(Protocol):
-    """A point in a device's queue of work. `torch.Event` is one."""
+    """A point in a device's queue of work: an event of the device's module, as ``torch.cuda.Event``."""
 
     def query(self) -> bool:
         """Whether the device has passed the point; does not block."""
@@ -52,6 +55,9 @@ class Copier(Protocol):
     def hold_current_stream(self, mark: Mark) -> None:
         """Let later work of the caller's current stream wait for ``mark``; does not block the host."""
 
+    def landing(self, nbytes: int) -> torch.Tensor:
+        """New host memory (uint8) that copies reach at full speed; locked where the device knows of that."""
+
 
 class HostCopier:
     """The copier of host tensors: a plain memory copy that releases the GIL."""
@@ -69,40 +75,107 @@ class HostCopier:
         return None
 
     def hold_current_stream(self, mark: Mark) -> None:  # noqa: ARG002 - the protocol's
-        raise TypeError("host copies are done when they return: there is nothing to wait for")
+        raise TypeError("copies are done when they return: there is nothing to wait for")
+
+    def landing(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+
+class BlockingCopier(HostCopier):
+    """The copier of a device that shows no streams, as Apple's: it does all in one order, copies block the caller."""
+
+    def copy(self, piece: Piece, destination: torch.Tensor, after: Mark | None) -> None:  # noqa: ARG002 - the protocol's
+        source = piece.segment.source
+        assert isinstance(source, torch.Tensor)  # noqa: S101 - the stager copies literals itself
+        check_storage(source, piece.segment.fqn)
+        with torch.no_grad():
+            for block in device_blocks(source, piece.segment_begin, piece.nbytes):
+                destination[: block.numel()].copy_(block)
+                destination = destination[block.numel() :]
 
 
 class DeviceCopier:
-    """The copier of one accelerator device. Used by one thread, but for `ready` and `hold_current_stream`."""
+    """The copier of one accelerator device. Used by one thread, but for `ready` and `hold_current_stream`.
 
-    def __init__(self, device: torch.device) -> None:
+    Streams and events are those of the device's own module throughout. An event of ``torch.cuda`` is a ``torch.Event``
+    by its type, but carries another one inside: a ``torch.Stream`` would wait for nothing. And only ``torch.cuda``'s
+    can put a waiting thread to sleep; a ``torch.Event`` lets it spin on a core that the training needs.
+    Source: ``THCPEvent_pynew``, ``THPEvent_pynew`` and ``THPStream_wait_event`` in torch/csrc.
+
+    Sources stay alive until their copies have arrived, so that the caching allocator cannot hand their memory out
+    again: the plan of a `StagingJob` holds them. What is gathered here for a moment belongs to the copy stream, and may
+    be reused there alone, behind the copy.
+    """
+
+    def __init__(self, device: torch.device, runtime: Any = None) -> None:
+        """``runtime``: what offers streams and events; None: torch's module of the device type."""
         self._device = device
-        self._stream = torch.Stream(device=device)
+        self._runtime = runtime_of(device) if runtime is None else runtime
+        self._stream = self._runtime.Stream(device=device)
+        self._waited: Mark | None = None
 
     def ready(self) -> Mark | None:
-        event = torch.Event(device=self._device)
-        event.record(torch.accelerator.current_stream(self._device))
-        return event
+        """See `Copier`.
+
+        Raises:
+            GraphCaptureError: the current stream is recording a graph.
+        """
+        return ready_mark(self._device, self._runtime)
 
     def copy(self, piece: Piece, destination: torch.Tensor, after: Mark | None) -> None:
         source = piece.segment.source
         assert isinstance(source, torch.Tensor)  # noqa: S101 - the stager copies literals itself
         check_storage(source, piece.segment.fqn)
-        if isinstance(after, torch.Event):
+        self._enter()
+        if after is not None and after is not self._waited:  # a stream that has waited once is behind it for good
             self._stream.wait_event(after)
-        with torch.no_grad(), self._stream:
+            self._waited = after
+        with torch.no_grad(), self._runtime.stream(self._stream):
+            check_not_capturing(self._device, self._runtime)  # torch's streams are few, and given out again
             for block in device_blocks(source, piece.segment_begin, piece.nbytes):
                 destination[: block.numel()].copy_(block, non_blocking=True)
                 destination = destination[block.numel() :]
 
     def mark(self) -> Mark | None:
-        event = torch.Event(device=self._device)
-        event.record(self._stream)
-        return event
+        return recorded(self._device, self._stream, self._runtime)  # type: ignore[no-any-return]
 
     def hold_current_stream(self, mark: Mark) -> None:
-        if isinstance(mark, torch.Event):
-            torch.accelerator.current_stream(self._device).wait_event(mark)
+        """See `Copier`.
+
+        Raises:
+            GraphCaptureError: the current stream is recording a graph, which cannot wait for what is outside of it.
+        """
+        check_not_capturing(self._device, self._runtime)
+        self._runtime.current_stream(self._device).wait_event(mark)
+
+    def landing(self, nbytes: int) -> torch.Tensor:
+        self._enter()
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._device.type in ("cuda", "xpu"))
+        except RuntimeError as error:
+            logger.info(
+                "copies of small tensors of %s will be slower: no locked memory for them (%s)", self._device, error
+            )
+            return torch.empty(nbytes, dtype=torch.uint8)
+
+    def _enter(self) -> None:
+        """Make the device current on the copying thread, so that no call of it wakes up another one."""
+        stay_outside_captures(self._device)
+        if self._runtime.current_device() != self._device.index:
+            self._runtime.set_device(self._device)
+
+
+def ready_mark(device: torch.device, runtime: Any = None) -> Mark | None:
+    """Mark what the caller's current stream of a device has been given so far; None where it has no streams.
+
+    Raises:
+        GraphCaptureError: the current stream is recording a graph.
+    """
+    runtime = runtime_of(device) if runtime is None else runtime
+    if runtime is None:
+        return None
+    check_not_capturing(device, runtime)
+    return recorded(device, runtime.current_stream(device), runtime)  # type: ignore[no-any-return]
 
 
 def check_storage(source: torch.Tensor, fqn: str) -> None:
@@ -119,50 +192,42 @@ def check_storage(source: torch.Tensor, fqn: str) -> None:
 def device_blocks(source: torch.Tensor, begin: int, nbytes: int) -> Iterator[torch.Tensor]:
     """Bytes ``[begin, begin + nbytes)`` of the row-major elements of a device tensor, as flat uint8 tensors in order.
 
-    Flat parts are views. Others are gathered on the device, at most `DEVICE_BLOCK_BYTES` at a time. The range must
-    hold whole elements.
+    Flat parts are views. Others are gathered on the device, at most `DEVICE_BLOCK_BYTES` at a time, less where memory
+    is short. The range must hold whole elements.
+
+    Raises:
+        torch.OutOfMemoryError: not even `MIN_DEVICE_BLOCK_BYTES` of device memory can be had.
     """
     item = source.element_size()
-    for block in row_blocks(source, begin // item, (begin + nbytes) // item, max(DEVICE_BLOCK_BYTES // item, 1)):
-        yield _flat_bytes(block if is_flat(block) else block.resolve_conj().resolve_neg().contiguous())
+    yield from _blocks(source, begin // item, (begin + nbytes) // item, max(DEVICE_BLOCK_BYTES // item, 1))
 
 
-def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+def _blocks(source: torch.Tensor, first: int, last: int, limit: int) -> Iterator[torch.Tensor]:
+    for block in row_blocks(source, first, last, limit):
+        gathered = block if is_flat(block) else _gathered(block)
+        if gathered is not None:
+            yield flat_bytes(gathered)
+        else:
+            yield from _blocks(block, 0, block.numel(), max(block.numel() // 2, 1))
+
+
+def _gathered(block: torch.Tensor) -> torch.Tensor | None:
+    """The elements of a block in new memory; None where there is none and a smaller block is worth a try."""
+    try:
+        return block.resolve_conj().resolve_neg().contiguous()
+    except torch.OutOfMemoryError:
+        if block.numel() * block.element_size() <= MIN_DEVICE_BLOCK_BYTES:
+            raise
+        return None
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a contiguous tensor as flat uint8; unlike ``reshape``, whatever the stride of a single element."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def copier_for(device: torch.device) -> Copier:
     """A copier for tensors of the given device."""
-    return HostCopier() if device.type == "cpu" else DeviceCopier(device)
-
-
-def pin(memory: torch.Tensor) -> bool:
-    """Register host memory with the CUDA (or ROCm) driver, so that device copies land straight in it.
-
-    Blocks while the driver pins the pages (about a second for several GiB). Returns False, with a warning that
-    says what to do, where the driver refuses; copies then go through the driver's own bounce buffers.
-
-    Source: ``cudaHostRegister`` of the CUDA runtime API, flag 0 (portable within the process's context).
-    """
-    if not torch.cuda.is_available():
-        return False
-    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    error = runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
-    if int(error) == 0:
-        return True
-    logger.warning(
-        "the driver refused to pin the host cache of %.2f GiB (cudaHostRegister: %s); copies will be slower and may "
-        "hold up the training: raise the memlock limit (ulimit -l) or lower host_cache_size",
-        memory.nbytes / 2**30,
-        error,
-    )
-    return False
-
-
-def unpin(memory: torch.Tensor) -> None:
-    """Undo a successful `pin`; the memory must not be in use by any copy."""
-    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    error = runtime.cudaHostUnregister(memory.data_ptr())
-    if int(error) != 0:
-        logger.warning("the driver could not unregister the host cache (cudaHostUnregister: %s)", error)
+    if device.type == "cpu":
+        return HostCopier()
+    return BlockingCopier() if runtime_of(device) is None else DeviceCopier(device)
