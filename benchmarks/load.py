@@ -2,10 +2,11 @@
 
     python benchmarks/load.py --gib 1 --repeat 5 --dir /scratch
 
-Every method loads the same state, in turns: in each repetition all methods once, beginning with another one each time,
-after one round that does not count. Each load runs in a process forked for it, so that its memory is fresh and its peak
-is its own. Cold: the pages of the file are dropped from the cache before; warm: the file has just been read. What a
-method maps is copied to memory of its own within the time, because a mapped tensor has not been loaded yet.
+Every method loads the same state, in turns: in each repetition all methods once, in another order each time, after one
+round that does not count. What a method finds depends on the one before it: memory that was in use a moment ago is had
+faster, on a virtual machine several times. Each load runs in a process forked for it, so that its memory is fresh and
+its peak is its own. Cold: the pages of the file are dropped from the cache before; warm: the file has just been read.
+What a method maps is copied to memory of its own within the time, because a mapped tensor has not been loaded yet.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import json
 import mmap
 import multiprocessing
 import os
+import random
 import statistics
 import sys
 import time
@@ -35,6 +37,7 @@ from datastates import reading
 BLOCK_BYTES = 16 << 20
 BASELINE = "raw O_DIRECT, 8 threads"
 SHOWN = 1 << 20
+SUFFIXES = (".pt", ".safetensors")
 
 Load = Callable[[str], object]
 
@@ -121,6 +124,7 @@ def methods() -> list[Method]:
     found = [
         Method("raw O_DIRECT, 1 thread", ".pt", raw_one, is_raw=True),
         Method(BASELINE, ".pt", raw_many, is_raw=True),
+        Method(BASELINE, ".safetensors", raw_many, is_raw=True),
         Method("datastates.load", ".pt", datastates.load),
         Method("datastates.load, check=False", ".pt", lambda path: datastates.load(path, check=False)),
         Method("datastates.load, into=, check=False", ".pt", into_existing),
@@ -143,8 +147,9 @@ def methods() -> list[Method]:
 
 
 def run_once(method: Method, path: Path, is_cold: bool) -> Sample:
-    """One load in a process of its own."""
-    set_cache(path, is_cold)
+    """One load in a process of its own, when the page cache holds the file, or nothing of any of these files."""
+    for suffix in SUFFIXES:
+        set_cache(path.with_suffix(suffix), is_cold or suffix != path.suffix)
     receive, send = multiprocessing.Pipe(duplex=False)
     process = multiprocessing.get_context("fork").Process(target=_child, args=(method, str(path), send))
     process.start()
@@ -211,8 +216,8 @@ def measure(found: list[Method], folder: Path, repeat: int) -> dict[tuple[str, s
     samples: dict[tuple[str, str, bool], list[Sample]] = {}
     cases = [(method, is_cold) for is_cold in (True, False) for method in found]
     for turn in range(repeat + 1):
-        first = turn * 3 % len(cases)
-        for method, is_cold in [*cases[first:], *cases[:first]]:
+        random.Random(turn).shuffle(cases)
+        for method, is_cold in cases:
             if method.is_raw and not is_cold:
                 continue
             sample = run_once(method, folder / f"state{method.suffix}", is_cold)
@@ -225,16 +230,20 @@ def measure(found: list[Method], folder: Path, repeat: int) -> dict[tuple[str, s
 
 def table(samples: dict[tuple[str, str, bool], list[Sample]], nbytes: int) -> str:
     """Markdown: medians with minimum and maximum."""
-    base = statistics.median(one.seconds for one in samples[BASELINE, ".pt", True])
+    bases = {  # each file for itself: where on the disk a file lies makes a difference
+        suffix: statistics.median(one.seconds for one in found)
+        for (name, suffix, _), found in samples.items()
+        if name == BASELINE
+    }
     lines = [
         "| method | file | cold, s | cold, GiB/s | share of the disk | warm, s | peak beyond the state, MiB |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for name, suffix in dict.fromkeys((name, suffix) for name, suffix, _ in samples):
+    for name, suffix in dict.fromkeys((method.name, method.suffix) for method in methods()):
         cold, warm = samples[name, suffix, True], samples.get((name, suffix, False), [])
         median = statistics.median(one.seconds for one in cold)
         extra = statistics.median(one.peak_nbytes for one in cold) - (0 if "into=" in name else nbytes)
-        cells = [name, suffix, _spread(cold), f"{nbytes / GIB / median:.2f}", f"{base / median:.0%}"]
+        cells = [name, suffix, _spread(cold), f"{nbytes / GIB / median:.2f}", f"{bases[suffix] / median:.0%}"]
         lines.append(f"| {' | '.join([*cells, _spread(warm), f'{extra / SHOWN:.0f}'])} |")
     return "\n".join(lines)
 
@@ -246,7 +255,7 @@ def _spread(samples: list[Sample]) -> str:
 
 def write_files(folder: Path, state: dict[str, torch.Tensor]) -> None:
     with datastates.CheckpointEngine({"host_cache_size": 0.5}, rank=0) as engine:
-        for suffix in (".pt", ".safetensors"):
+        for suffix in SUFFIXES:
             engine.save(state, str(folder / f"state{suffix}"))
             engine.wait(persist=True)
 
@@ -268,7 +277,7 @@ def main(arguments: list[str] | None = None) -> None:
         _targets.update(state)
         samples = measure(methods(), options.dir, options.repeat)
     finally:
-        for suffix in (".pt", ".safetensors"):
+        for suffix in SUFFIXES:
             (options.dir / f"state{suffix}").unlink(missing_ok=True)
     print(table(samples, nbytes))
     about = machine(options.dir)

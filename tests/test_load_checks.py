@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from datastates import CheckpointEngine, load, reader, verify
+from datastates import CheckpointEngine, integrity, load, reader, verify
 from datastates.contents.listing import list_file
 from datastates.errors import CorruptCheckpointError
-from datastates.integrity import record_of
-from datastates.manifest import manifest_path, read_commit
+from datastates.integrity import record_of, record_stamp
+from datastates.manifest import commit_path, manifest_path, read_commit
 
 NAMES = ("a.pt", "b.safetensors")
 
@@ -228,3 +228,127 @@ def test_files_without_checksums_are_not_called_damaged(tmp_path: pathlib.Path) 
         torch.save(make_state(), tmp_path / "y.pt")
     assert torch.equal(load(tmp_path / "x.pt")["big"], make_state()["big"])
     assert load(tmp_path / "y.pt")["big"].shape == make_state()["big"].shape
+
+
+# --- a checkpoint that is saved again while it is read
+
+
+@pytest.fixture
+def twice(saved: pathlib.Path, tmp_path: pathlib.Path) -> tuple[pathlib.Path, Callable[[], None]]:
+    """A checkpoint, and what commits another save of it: all files and the record are replaced."""
+    folder = pathlib.Path(shutil.copytree(saved / "step1", tmp_path / "step"))
+
+    def commit_again() -> None:
+        shutil.copytree(saved / "step2", tmp_path / "next")
+        folder.rename(tmp_path / f"former{len(list(tmp_path.iterdir()))}")
+        (tmp_path / "next").rename(folder)
+
+    return folder, commit_again
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("into", [False, True])
+def test_a_commit_between_the_file_and_its_record_is_no_damage(
+    twice: tuple[pathlib.Path, Callable[[], None]], monkeypatch: pytest.MonkeyPatch, name: str, into: bool
+) -> None:
+    folder, commit_again = twice
+    calls = 0
+
+    def late_record(path: str) -> object:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            commit_again()  # the file is open already
+        return record_of(path)
+
+    monkeypatch.setattr(reader, "record_of", late_record)
+    targets = {"model": {key: torch.zeros_like(value) for key, value in make_state()["model"].items()}}
+    targets["big"] = torch.zeros_like(make_state()["big"])
+    found = load(folder / name, **({"into": targets} if into else {}))
+    model = targets["model"] if into else found["model"]
+    assert calls == 2 and torch.equal(model["w"], make_state(2.0)["model"]["w"])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_verifying_one_file_starts_over_as_well(
+    twice: tuple[pathlib.Path, Callable[[], None]], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    folder, commit_again = twice
+    calls = 0
+
+    def late_record(path: str) -> object:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            commit_again()
+        return record_of(path)
+
+    monkeypatch.setattr(reader, "record_of", late_record)
+    reader.verify(folder / name)
+    assert calls == 2
+
+
+def test_verifying_a_checkpoint_that_is_saved_again(
+    twice: tuple[pathlib.Path, Callable[[], None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, commit_again = twice
+    original, calls = integrity.committed_files, 0
+
+    def early_files(directory: str) -> object:
+        nonlocal calls
+        calls += 1
+        files = original(directory)
+        if calls == 1:
+            commit_again()  # the files that are read next are of another save than these records
+        return files
+
+    monkeypatch.setattr(integrity, "committed_files", early_files)
+    assert verify(str(folder)) == [] and calls == 2
+
+
+def test_commits_without_end_are_given_up(
+    saved: pathlib.Path, checkpoint: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = record_of(str(saved / "step1" / NAMES[0]))
+    stamps = iter(range(100))
+    calls = 0
+
+    def record(_path: str) -> object:
+        nonlocal calls
+        calls += 1
+        return other
+
+    monkeypatch.setattr(reader, "record_of", record)
+    monkeypatch.setattr(reader, "record_stamp", lambda _path: (next(stamps), 0, 0))
+    with pytest.raises(CorruptCheckpointError):
+        load(checkpoint / NAMES[0])
+    assert calls == 4
+
+
+def test_the_same_record_is_not_read_twice(
+    saved: pathlib.Path, checkpoint: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = 0
+
+    def record(_path: str) -> object:
+        nonlocal calls
+        calls += 1
+        return record_of(str(saved / "step1" / NAMES[0]))
+
+    monkeypatch.setattr(reader, "record_of", record)
+    with pytest.raises(CorruptCheckpointError, match="CRC-32"):
+        load(checkpoint / NAMES[0])
+    assert calls == 1
+
+
+def test_the_stamp_of_a_record(checkpoint: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    path = str(checkpoint / NAMES[0])
+    stamp = record_stamp(path)
+    assert stamp is not None and record_stamp(path) == stamp
+    record = pathlib.Path(commit_path(str(checkpoint)))
+    shutil.copy(record, tmp_path / "again")
+    (tmp_path / "again").replace(record)
+    assert record_stamp(path) not in (None, stamp)
+    record.unlink()
+    assert record_stamp(path) is None
+    assert record_stamp(str(tmp_path / "elsewhere" / "x.pt")) is None

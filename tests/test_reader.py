@@ -69,8 +69,9 @@ def test_missing_file(tmp_path: pathlib.Path) -> None:
 
 
 def test_directory(tmp_path: pathlib.Path) -> None:
-    with pytest.raises(IsADirectoryError):
+    with pytest.raises(IsADirectoryError, match=r"expected a file; datastates\.load_latest loads") as caught:
         load(tmp_path)
+    assert caught.value.filename == str(tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["torch", "safetensors"])

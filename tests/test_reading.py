@@ -15,9 +15,11 @@ import safetensors.torch
 import torch
 
 from datastates import load
+from datastates.config import DIRECT_IO_BYTES
+from datastates.direct_memory import memory_alignment
 from datastates.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError
 from datastates.page_cache import cached_nbytes
-from datastates.reading import TILE_BYTES, Digests, FileReader, Tile, fresh_memory, page_ceil, page_floor
+from datastates.reading import TILE_BYTES, Digests, FileReader, Tile, copy_bytes, fresh_memory, page_ceil, page_floor
 
 NBYTES = 3 * TILE_BYTES + 12345
 
@@ -69,6 +71,64 @@ def test_parts_for_sinks_and_memory(path: str, content: bytes) -> None:
         file.run(tiles)
     assert found == {77: content[77:99], 3000: content[3000:4000], NBYTES - 3: content[-3:]}
     assert memory[begin - page_floor(begin) : end - page_floor(begin)] == content[begin:end]
+
+
+@pytest.mark.parametrize("is_cached", [True, False])
+@pytest.mark.parametrize("begin", [0, 77, 4096])
+@pytest.mark.parametrize("shift", [0, 1, 64])
+def test_memory_that_lies_anywhere(
+    path: str, content: bytes, monkeypatch: pytest.MonkeyPatch, is_cached: bool, begin: int, shift: int
+) -> None:
+    """In step with the file's pages (shift 0) or not; what lies around it stays as it was."""
+    monkeypatch.setattr("datastates.reading.cached_nbytes", lambda _descriptor, _begin, nbytes: nbytes * is_cached)
+    for nbytes in (10, 5000, TILE_BYTES + 6000, NBYTES - begin):
+        memory = memoryview(fresh_memory(nbytes + 3 * DIRECT_IO_BYTES))
+        first = begin % DIRECT_IO_BYTES + shift
+        memory[:] = b"#" * len(memory)
+        digests = Digests()
+        tile = Tile(begin, begin + nbytes, target=memory[first : first + nbytes])
+        with FileReader(path) as file:
+            file.run([tile], digests)
+        assert memory[first : first + nbytes] == content[begin : begin + nbytes]
+        assert set(bytes(memory[:first])) <= {ord("#")} and set(bytes(memory[first + nbytes :])) == {ord("#")}
+        assert digests.of(begin, begin + nbytes) == zlib.crc32(content[begin : begin + nbytes])
+
+
+def test_memory_in_step_with_the_pages_of_the_file_needs_no_copy(
+    path: str, content: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("datastates.reading.cached_nbytes", lambda *_: 0)
+    copied: list[int] = []
+    monkeypatch.setattr("datastates.reading.copy_bytes", lambda target, source: copied.append(len(source)))
+    memory = memoryview(fresh_memory(NBYTES + DIRECT_IO_BYTES))
+    with FileReader(path) as file:
+        if file._direct < 0:
+            pytest.skip("the file system of the tests has no O_DIRECT")
+        file.run([Tile(77, NBYTES, target=memory[77:NBYTES])])
+    assert sum(copied) < 2 * DIRECT_IO_BYTES
+    assert memory[DIRECT_IO_BYTES : page_floor(NBYTES)] == content[DIRECT_IO_BYTES : page_floor(NBYTES)]
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_how_memory_must_lie(path: str, monkeypatch: pytest.MonkeyPatch, is_told: bool) -> None:
+    """As the kernel says; a page where it says nothing. Reads into memory that lies so succeed."""
+    if not is_told:
+        monkeypatch.setattr("datastates.direct_memory._libc", object())
+    with FileReader(path) as file:
+        alignment = file._memory_alignment
+        assert DIRECT_IO_BYTES % alignment == 0 and (is_told or alignment == DIRECT_IO_BYTES)
+        if file._direct < 0:
+            return
+        memory = memoryview(fresh_memory(4 * DIRECT_IO_BYTES))
+        part = memory[alignment : alignment + DIRECT_IO_BYTES]
+        assert os.preadv(file._direct, [part], DIRECT_IO_BYTES) == DIRECT_IO_BYTES
+        assert part == file.read(DIRECT_IO_BYTES, DIRECT_IO_BYTES)
+    assert memory_alignment(file._descriptor, DIRECT_IO_BYTES) == DIRECT_IO_BYTES  # closed: an answer, no exception
+
+
+def test_a_copy_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(ValueError, match="3 bytes do not fit into 2"):
+        copy_bytes(memoryview(bytearray(2)), memoryview(bytearray(3)))
 
 
 def test_digests_of_any_range_that_the_cuts_allow(path: str, content: bytes) -> None:

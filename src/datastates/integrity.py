@@ -27,6 +27,9 @@ from datastates.reading import NUM_THREADS, Digests, FileReader, Progress, tiles
 from datastates.storage import size_of
 from datastates.system_calls import storage_errors
 
+RACES = 3
+"""So often reading starts over because the checkpoint was saved again under its tag meanwhile."""
+
 
 @dataclass(frozen=True, slots=True)
 class Problem:
@@ -71,11 +74,22 @@ def check(directory: str) -> list[Problem]:
 def verify(directory: str, *, num_threads: int = NUM_THREADS, progress: Progress | None = None) -> list[Problem]:
     """`check`, and every byte compared with its checksum. Reads the whole checkpoint, several files at a time.
 
+    Where it is saved again under its tag meanwhile, it is read again.
+
     Args:
         directory: the checkpoint.
         num_threads: so many reads are under way at a time, each into a buffer of 4 MiB.
         progress: hears how many bytes have been read since it was called last; not called by two threads at once.
     """
+    for _ in range(RACES):
+        stamp = _stamp_of(directory)
+        problems = _verify(directory, num_threads, progress)
+        if not problems or _stamp_of(directory) == stamp:
+            return problems
+    return _verify(directory, num_threads, progress)
+
+
+def _verify(directory: str, num_threads: int, progress: Progress | None) -> list[Problem]:
     problems = check(directory)
     wrong = {problem.path for problem in problems}
     try:
@@ -131,6 +145,26 @@ def record_of(path: str) -> FileRecord | None:
             if file.name == name:
                 return file
     return None
+
+
+def record_stamp(path: str) -> tuple[int, int, int] | None:
+    """What changes whenever the checkpoint that a file belongs to is committed again; None while it is not committed.
+
+    Raises:
+        StorageError: the record cannot be looked at.
+    """
+    directory = checkpoint_of(resolved(path))
+    return None if directory is None else _stamp_of(directory)
+
+
+def _stamp_of(directory: str) -> tuple[int, int, int] | None:
+    record = commit_path(directory)
+    with storage_errors("look at", record):
+        try:
+            status = os.stat(record)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+    return status.st_ino, status.st_mtime_ns, status.st_size
 
 
 def _ranks_in(name: str) -> tuple[int, ...]:

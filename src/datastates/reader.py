@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
+import errno
 import os
 import pickle
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import distributed
 
 from datastates.contents.kinds import SAFETENSORS, ZIP, recognise
 from datastates.contents.parts import STORAGE_PREFIX
 from datastates.contents.zip_directory import ZipDirectory
-from datastates.errors import CorruptCheckpointError, DataStatesError
+from datastates.errors import CheckpointNotFoundError, CorruptCheckpointError, DataStatesError
 from datastates.formats.request import MapLocation, MapLocationError, Request, guarded, is_about_devices, verify_whole
 from datastates.formats.safetensors_load import SafetensorsFile
 from datastates.formats.selectable import ArchiveState, FlatState, LoadedState, Selectable, TreeState
 from datastates.formats.storages import Check
 from datastates.formats.torch_load import TorchArchive, is_plain_archive
-from datastates.integrity import record_of
+from datastates.integrity import RACES, record_of, record_stamp
 from datastates.loading import Filled, load_chosen, load_into
 from datastates.manifest import FileRecord
 from datastates.reading import FileReader
@@ -26,6 +29,9 @@ from datastates.reading import FileReader
 __all__ = ["Filled", "MapLocation", "format_of", "is_mappable", "load", "verify"]
 
 _BROKEN = (EOFError, LookupError, MemoryError, pickle.UnpicklingError, RuntimeError, TypeError, ValueError)
+_LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+"""Where launchers say how many ranks run on this machine: torchrun and Accelerate, DeepSpeed, Open MPI, MPICH."""
+
 _TRUE = frozenset({"1", "y", "yes", "true"})
 
 
@@ -43,10 +49,11 @@ def load(
     """Load the state of one file, or a part of it, by what is in the file, whatever its name.
 
     Blocks until all bytes are in memory. Tensors are writable; those that shared memory when they were saved share it
-    again (in safetensors: those with equal windows). Beside the state it takes 64 MiB at most; where the state goes to
-    another device, also the host memory of one storage at a time if ``map_location`` names that device, of all
-    otherwise. Files that are not read here but by ``torch.load`` take what that takes: torch's older format, compressed
-    archives and TorchScript.
+    again (in safetensors: those with equal windows). Beside the state it takes 64 MiB at most; what goes to another
+    device passes through slabs of locked host memory within these, but where ``map_location`` is a function, all goes
+    to the host first. Files that are not read here but by ``torch.load`` take what that takes: torch's older format,
+    compressed archives and TorchScript. While other ranks of this machine read the same file, the disk reads it once.
+    A checkpoint that is saved again under its tag meanwhile is read again, not called damaged.
 
     Args:
         path: a file of this package, of ``torch.save`` (zip or older) or of safetensors. A safetensors file of
@@ -78,15 +85,38 @@ def load(
             ``strict`` is set, or shapes differ. No target was changed.
         StateError: a target cannot be filled in place. No target was changed.
         StorageError: the device or the file system fails; names path and offset.
+        IsADirectoryError: it is a folder: `latest.load_latest` loads those.
     """
     if into is not None and (map_location is not None or mmap):
         raise ValueError("with into= the targets say where the tensors go: leave out map_location and mmap")
     path = os.fspath(path)
-    with FileReader(path) as file:
+    if os.path.isdir(path):
+        what = "a folder, expected a file; datastates.load_latest loads the files of the newest checkpoint in it"
+        raise IsADirectoryError(errno.EISDIR, what, path)
+    if not check or mmap:
+        return _load(path, Request(map_location, weights_only or _is_forced(), check, mmap=mmap), into, keys, strict)
+    request = Request(map_location, weights_only or _is_forced())
+    return _of_one_save(path, lambda: _load(path, request, into, keys, strict))
+
+
+def _of_one_save(path: str, read: Callable[[], Any]) -> Any:
+    """What a function makes of a file and its record, called again where they were of different saves."""
+    for _ in range(RACES):
+        stamp = record_stamp(path)
+        try:
+            return read()
+        except (CorruptCheckpointError, CheckpointNotFoundError):
+            if record_stamp(path) == stamp:
+                raise  # else the checkpoint was committed again meanwhile
+    return read()
+
+
+def _load(path: str, request: Request, into: Any, keys: str | Iterable[str] | None, strict: bool) -> Any:
+    _ = request.target  # no such device: say so before anything is read
+    with FileReader(path, num_local_ranks=_num_local_ranks()) as file:
         kind = recognise(file)
-        record = record_of(path) if check and not mmap else None
-        request = Request(map_location, weights_only or _is_forced(), check, _slabs(file, record), mmap)
-        _ = request.target  # no such device: say so before anything is read
+        if request.check and not request.mmap:
+            request = dataclasses.replace(request, slabs=_slabs(file, record_of(path)))
         if kind == SAFETENSORS:
             return _load_safetensors(file, request, into, keys, strict)
         if kind == ZIP:
@@ -138,6 +168,10 @@ def verify(path: str | os.PathLike[str]) -> None:
         StorageError: the file cannot be read.
     """
     path = os.fspath(path)
+    _of_one_save(path, lambda: _verify(path))
+
+
+def _verify(path: str) -> None:
     with FileReader(path) as file:
         kind = recognise(file)
         slabs = _slabs(file, record_of(path))
@@ -151,6 +185,15 @@ def verify(path: str | os.PathLike[str]) -> None:
             archive.verify(keys, bool(slabs))
         else:
             verify_whole(file, slabs)
+
+
+def _num_local_ranks() -> int:
+    """So many ranks of the job run on this machine, as far as its launcher tells; all of them where it does not."""
+    for name in _LOCAL_SIZES:
+        value = os.getenv(name, "")
+        if value.isascii() and value.isdigit():
+            return int(value)
+    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
 
 
 def _is_forced() -> bool:

@@ -185,3 +185,35 @@ def test_eager_bytes_are_few_segments() -> None:
 
 def test_lazy_only_state_has_no_seals() -> None:
     assert plan({"t": torch.ones(5)}, "safetensors", capture_host, lazy).seals == ()
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_elements_stay_where_they_are_read(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, is_ours: bool
+) -> None:
+    """Each tensor needs the alignment of its own elements only: nothing is copied from a buffer."""
+    state = {f"w{index}": torch.arange(70_001).bfloat16() + index for index in range(3)}
+    state["x"] = torch.arange(30_001).float()
+    path = tmp_path / "x.safetensors"
+    if is_ours:
+        path.write_bytes(image_of(plan(state, "safetensors", capture_host, default_is_eager(100))))
+    else:
+        safetensors.torch.save_file(state, path)
+    monkeypatch.setattr("datastates.formats.storages.Storages._shifted", None)
+    loaded = load(path)
+    assert_same({name: loaded[name] for name in state}, state)
+    assert all(tensor.data_ptr() % tensor.itemsize == 0 for tensor in loaded.values())
+
+
+def test_a_header_of_any_length(tmp_path: pathlib.Path) -> None:
+    """The format asks for no alignment; the elements of a tensor in memory need theirs."""
+    state = {"a": torch.arange(400_001).double(), "b": torch.arange(70_001).float()}
+    safetensors.torch.save_file(state, tmp_path / "x")
+    data = (tmp_path / "x").read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    for more in range(1, 8):
+        header = data[8 : 8 + length] + b" " * more
+        (tmp_path / "x").write_bytes(len(header).to_bytes(8, "little") + header + data[8 + length :])
+        loaded = load(tmp_path / "x")
+        assert_same({name: loaded[name] for name in state}, state)
+        assert all(tensor.data_ptr() % tensor.itemsize == 0 for tensor in loaded.values())

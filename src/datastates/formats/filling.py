@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 
 from datastates.copying import memory_at
 from datastates.formats.selectable import FileTensor
-from datastates.formats.storages import copying_tiles
-from datastates.reading import TILE_BYTES, FileReader, Sink, Tile, fresh_memory, page_ceil, page_floor
+from datastates.reading import (
+    TILE_BYTES,
+    FileReader,
+    Sink,
+    Tile,
+    copy_bytes,
+    fresh_memory,
+    merged,
+    page_ceil,
+    page_floor,
+)
 from datastates.state import alias, has_own_storage
+from datastates.uploads import Upload, link_to, settle, upload
 
-_SMALL_GAP_BYTES = 64 << 10
 _SMALL_BYTES = 1 << 20
 
 
@@ -32,7 +41,7 @@ def fill(file: FileReader, pairs: Iterable[tuple[FileTensor, torch.Tensor]]) -> 
     """Read tensors of the file into targets of the same shape; their dtype, device and memory stay.
 
     Blocks until all are filled; a failure leaves some filled. Takes a buffer of `TILE_BYTES` for each reading thread,
-    and for tensors whose strides differ, which have to be turned, their size once more.
+    or the slabs of an `upload`, and for tensors whose strides differ, which have to be turned, their size once more.
 
     Raises:
         CorruptCheckpointError: the file ends before.
@@ -40,18 +49,28 @@ def fill(file: FileReader, pairs: Iterable[tuple[FileTensor, torch.Tensor]]) -> 
     """
     tiles: list[Tile] = []
     turned: list[tuple[FileTensor, torch.Tensor]] = []
-    targets = []
+    uploads: dict[torch.device, list[Upload]] = {}
+    targets: list[torch.Tensor] = []
+    converted: list[torch.Tensor] = []
     for source, target in pairs:
         targets.append(target)
         if source.begin == source.end:
             continue
         if _is_same_memory(source, target):
-            tiles += copying_tiles(source.begin, _memory_of(target))
+            tiles.append(_plain_tile(source, _memory_of(target)))
+        elif _is_sendable(source, target):
+            flat = alias(target).as_strided((target.numel(),), (1,), target.storage_offset()).view(torch.uint8)
+            uploads.setdefault(target.device, []).append(Upload(source.begin, source.end, flat))
         elif _is_contiguous(source) and target.is_contiguous():
             tiles += _converting_tiles(source, alias(target).view(-1))
+            converted.append(target)
         else:
             turned.append((source, target))
-    file.run(_merged(tiles))
+    for device in {target.device for target in converted if target.device.type != "cpu"}:
+        settle(device)
+    file.run(merged(tiles))
+    for device, sent in uploads.items():
+        upload(file, sent, link_to(device))
     for source, target in turned:
         _turn(file, source, target)
     bump = [target for target in targets if not target.is_inference()]
@@ -69,6 +88,12 @@ def _is_same_memory(source: FileTensor, target: torch.Tensor) -> bool:
     """Whether the bytes of the file are those of the target, one after the other."""
     is_equal = source.dtype is target.dtype and not target.is_conj() and not target.is_neg()
     return is_equal and target.device.type == "cpu" and _is_dense(source) and _strides(source) == _strides_of(target)
+
+
+def _is_sendable(source: FileTensor, target: torch.Tensor) -> bool:
+    """Whether the bytes of the file are those of a target on a device, one after the other."""
+    is_flat = target.is_contiguous() and not target.is_conj() and not target.is_neg()
+    return is_flat and target.device.type != "cpu" and source.dtype is target.dtype and _is_contiguous(source)
 
 
 def _is_dense(source: FileTensor) -> bool:
@@ -99,6 +124,14 @@ def _is_contiguous(source: FileTensor) -> bool:
 
 def _memory_of(target: torch.Tensor) -> memoryview:
     return memory_at(target.data_ptr(), target.numel() * target.itemsize)
+
+
+def _plain_tile(source: FileTensor, memory: memoryview) -> Tile:
+    """A tile that reads into the target itself, where that is large; small ones may share a read."""
+    if len(memory) >= _SMALL_BYTES:
+        return Tile(source.begin, source.end, target=memory)
+    sink = (source.begin, source.end, lambda data: copy_bytes(memory, data))
+    return Tile(source.begin, source.end, sinks=(sink,))
 
 
 def _converting_tiles(source: FileTensor, flat: torch.Tensor) -> list[Tile]:
@@ -132,21 +165,3 @@ def _turn(file: FileReader, source: FileTensor, target: torch.Tensor) -> None:
     aligned = raw if source.begin % 16 == 0 else raw.clone()
     window = torch.empty(0, dtype=source.dtype)
     copy_over(window.set_(aligned.untyped_storage(), 0, source.shape, source.stride), target)
-
-
-def _merged(tiles: Sequence[Tile]) -> list[Tile]:
-    """Small neighbours together: one read for many small tensors."""
-    merged: list[Tile] = []
-    for tile in sorted(tiles, key=lambda one: (one.begin, one.end)):
-        last = merged[-1] if merged else None
-        is_near = (
-            last is not None
-            and tile.end - tile.begin < _SMALL_BYTES
-            and tile.begin - last.end < _SMALL_GAP_BYTES
-            and max(tile.end, last.end) - last.begin <= TILE_BYTES
-        )
-        if last is not None and is_near:
-            merged[-1] = Tile(last.begin, max(tile.end, last.end), None, last.sinks + tile.sinks)
-        else:
-            merged.append(tile)
-    return merged

@@ -50,6 +50,24 @@ class Request:
         device: torch.device = restore(torch.UntypedStorage(0), "cpu").device  # type: ignore[no-untyped-call]
         return device
 
+    def device_of(self, location: str) -> torch.device | None:
+        """The accelerator that a storage saved at a location goes to straight from the file.
+
+        None where it goes to the host first: it stays there, goes to ``meta``, or a function decides.
+
+        Raises:
+            RuntimeError: there is no such device here.
+        """
+        if not torch.accelerator.is_available() or self._is_function:
+            return None
+        restore = torch.serialization._get_restore_location(self.map_location)  # type: ignore[no-untyped-call]
+        device: torch.device = restore(torch.UntypedStorage(0), location).device  # type: ignore[no-untyped-call]
+        return device if device.type not in ("cpu", "meta") else None
+
+    @property
+    def _is_function(self) -> bool:
+        return self.map_location is not None and not isinstance(self.map_location, (str, bytes, torch.device, dict))
+
 
 class MapLocationError(Exception):
     """Carries an exception out of a ``map_location`` function, through whatever calls it."""

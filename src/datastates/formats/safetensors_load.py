@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 
+from datastates.contents.dtypes import SAFETENSORS_TYPES
 from datastates.contents.parts import parts_of
 from datastates.contents.safetensors_header import Entry, Header, read_header
 from datastates.contents.state_tree import TREE_FAILURES, bad_tree, read_tree
 from datastates.errors import CorruptCheckpointError, ForeignObjectError
 from datastates.formats.dtypes import SAFETENSORS_DTYPES
 from datastates.formats.request import MapLocationError, Request, guarded, is_about_devices, raise_damage, verify
-from datastates.formats.storages import Checksums, MappedStorages, Region, Storages
+from datastates.formats.storages import MAX_ALIGNMENT, Checksums, MappedStorages, Region, Storages
 from datastates.formats.torch_names import dtype_named
 from datastates.formats.tree_load import TreeDecoder
 from datastates.reading import FileReader
@@ -45,7 +46,8 @@ class SafetensorsFile:
             StorageError: the file cannot be read.
         """
         entries = [self.header.entries[name] for name in names]
-        tensors = self._tensors([(entry, "cpu") for entry in entries], len(entries) == len(self.header.entries))
+        wanted = [_Wanted(entry, SAFETENSORS_TYPES[entry.dtype][0] // 8, "cpu") for entry in entries]
+        tensors = self._tensors(wanted, len(entries) == len(self.header.entries))
         try:
             state = {entry.name: tensors.foreign(entry) for entry in entries}
         except MapLocationError as error:
@@ -73,7 +75,8 @@ class SafetensorsFile:
                 for index, record in enumerate(self.tree["tensors"])
                 if indices is None or index in indices
             }
-            tensors = self._tensors([(record.entry, record.device) for record in records.values()], indices is None)
+            wanted = [_Wanted(record.entry, record.dtype.itemsize, record.device) for record in records.values()]
+            tensors = self._tensors(wanted, indices is None)
             tensors.records = records
             state = TreeDecoder(tensors.ours, tensors.raw, self._request.weights_only).decode(root)
             tensors.finish()
@@ -115,7 +118,7 @@ class SafetensorsFile:
         flags = bool(record.get("requires_grad")), bool(record.get("parameter"))
         return _Record(entry, dtype, record["shape"], str(record["device"]), *flags)
 
-    def _tensors(self, wanted: list[tuple[Entry, str]], is_whole: bool = False) -> _Tensors:
+    def _tensors(self, wanted: list[_Wanted], is_whole: bool = False) -> _Tensors:
         return _Tensors(self._file, self.header, self._request, wanted, is_whole)
 
 
@@ -131,6 +134,15 @@ class _Record:
     is_parameter: bool
 
 
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """An entry, of how many bytes its elements are as a tensor, and where that was when it was saved."""
+
+    entry: Entry
+    itemsize: int
+    location: str
+
+
 class _Tensors:
     """The tensors of one file; equal names share their memory.
 
@@ -139,9 +151,9 @@ class _Tensors:
     """
 
     def __init__(
-        self, file: FileReader, header: Header, request: Request, wanted: list[tuple[Entry, str]], is_whole: bool
+        self, file: FileReader, header: Header, request: Request, wanted: list[_Wanted], is_whole: bool
     ) -> None:
-        """Read the bytes of all that is wanted, unless they go to another device: then each in its turn."""
+        """Read the bytes of all that is wanted, to the host or to the devices where they belong."""
         self._file = file
         self._header = header
         self._checksums = Checksums(request.slabs if request.check else ())
@@ -151,13 +163,15 @@ class _Tensors:
         self.records: dict[int, _Record] = {}
         self._storages: dict[str, torch.UntypedStorage] = {}
         self._made: dict[int, torch.Tensor] = {}
-        regions = {entry.name: Region(entry.name, entry.begin, entry.end) for entry, _ in wanted}.values()
+        regions = _regions(wanted)
         self._source: Storages | MappedStorages
         if request.mmap:
             self._source = MappedStorages(file, regions)
             return
-        self._source = Storages(file, regions, self._checksums if self._checksums.checks else None)
-        if request.target is None or request.target.type == "cpu":
+        places = {one.entry.name: request.device_of(one.location) for one in wanted}
+        devices = {name: device for name, device in places.items() if device is not None}
+        self._source = Storages(file, regions, self._checksums if self._checksums.checks else None, devices)
+        if not self._is_meta:
             self._source.read(whole_file=is_whole and bool(self._checksums.checks))
             self._raise_damage()
 
@@ -200,6 +214,15 @@ class _Tensors:
 
     def _raise_damage(self) -> None:
         raise_damage(self._file, self._checksums, lambda: parts_of(self._file))
+
+
+def _regions(wanted: list[_Wanted]) -> list[Region]:
+    """Each entry once, at an address that suits all dtypes it is wanted as."""
+    entries = {one.entry.name: one.entry for one in wanted}
+    sizes = dict.fromkeys(entries, 1)
+    for one in wanted:
+        sizes[one.entry.name] = min(max(one.itemsize, sizes[one.entry.name]), MAX_ALIGNMENT)
+    return [Region(name, entry.begin, entry.end, sizes[name]) for name, entry in entries.items()]
 
 
 def torch_form(entry: Entry, path: str) -> tuple[torch.dtype, list[int]]:

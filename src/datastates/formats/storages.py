@@ -1,30 +1,38 @@
-"""The bytes of a file as storages of torch: read into fresh memory where they stay, or mapped."""
+"""The bytes of a file as storages of torch: read into new memory of the host or a device, or mapped."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from datastates.reading import TILE_BYTES, Digests, FileReader, Tile, fresh_memory, page_ceil, page_floor, tiles_of
+from datastates.uploads import Upload, link_to, upload
 
 _LARGE_BYTES = 1 << 20
 """Storages from this size on have memory of their own; smaller neighbours share a block, and keep it alive together."""
 
 _SMALL_GAP_BYTES = 64 << 10
-_ALIGNMENT = 8
+
+MAX_ALIGNMENT = 8
 """What the elements of every dtype in a file need at most (of complex numbers each part)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """The bytes of one storage: where they are in the file."""
+    """The bytes of one storage: where they are in the file, and a multiple of what their address must be."""
 
     name: str
     begin: int
     end: int
+    alignment: int = MAX_ALIGNMENT
+
+    @property
+    def is_aligned(self) -> bool:
+        """Whether it may stay at the place within a page that it has in the file."""
+        return self.begin % self.alignment == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,24 +60,32 @@ class Checksums:
 
 
 class Storages:
-    """The storages of one file by name, as one-dimensional tensors of bytes on the host.
+    """The storages of one file by name, as one-dimensional tensors of bytes on the host or on a device.
 
     `read` first, then `take` each; a storage that was not read before is read when it is taken.
     """
 
-    def __init__(self, file: FileReader, regions: Iterable[Region], checksums: Checksums | None = None) -> None:
+    def __init__(
+        self,
+        file: FileReader,
+        regions: Iterable[Region],
+        checksums: Checksums | None = None,
+        devices: Mapping[str, torch.device] | None = None,
+    ) -> None:
         """Args:
         file: open; stays the caller's.
         regions: of all storages that may be asked for.
         checksums: takes the digests of what is read.
+        devices: by name, of storages that do not belong on the host.
         """
         self._file = file
+        self._devices = devices or {}
         self._regions = {region.name: region for region in regions}
         self._checksums = checksums
         self._made: dict[str, torch.Tensor] = {}
 
     def read(self, names: Iterable[str] | None = None, *, whole_file: bool = False) -> None:
-        """Read storages into fresh memory, several reads at a time; blocks until all are there.
+        """Read storages into new memory, several reads at a time; blocks until all are there.
 
         Args:
             names: which ones; None: all.
@@ -81,10 +97,14 @@ class Storages:
         """
         regions = self._regions.values() if names is None else [self._regions[name] for name in names]
         ordered = sorted((region for region in regions if region.end > region.begin), key=lambda one: one.begin)
-        tiles = list(itertools.chain.from_iterable(map(self._tiles, _blocks(ordered))))
+        here = [region for region in ordered if region.name not in self._devices]
+        there = [region for region in ordered if region.name in self._devices]
+        tiles = list(itertools.chain.from_iterable(map(self._tiles, _blocks(here))))
         if whole_file:
-            tiles += between(tiles, self._file.nbytes)
+            tiles += between([*tiles, *(Tile(region.begin, region.end) for region in there)], self._file.nbytes)
         run(self._file, tiles, self._checksums)
+        for device in dict.fromkeys(self._devices[region.name] for region in there):
+            self._upload([region for region in there if self._devices[region.name] == device], device)
 
     def take(self, name: str) -> torch.Tensor:
         """The bytes of a storage; its memory belongs to the tensor from now on."""
@@ -95,10 +115,20 @@ class Storages:
             self.read([name])
         return self._made.pop(name)
 
+    def _upload(self, regions: Sequence[Region], device: torch.device) -> None:
+        """Read regions to a device; those that lie between them in the file are read and skipped."""
+        uploads = []
+        for region in regions:
+            made = torch.empty(region.end - region.begin, dtype=torch.uint8, device=device)
+            self._made[region.name] = made
+            uploads.append(Upload(region.begin, region.end, made))
+        checked = () if self._checksums is None else (self._checksums.digests, self._checksums.cuts)
+        upload(self._file, uploads, link_to(device), *checked)
+
     def _tiles(self, block: Sequence[Region]) -> list[Tile]:
         """One tile in fresh memory for the regions of a block, which become views of it."""
         begin, end = block[0].begin, block[-1].end
-        if begin % _ALIGNMENT:
+        if not block[0].is_aligned:
             return self._shifted(block[0])
         cover = page_floor(begin)
         memory = fresh_memory(page_ceil(end) - cover)
@@ -107,10 +137,11 @@ class Storages:
         return [Tile(begin, end, memoryview(memory))]
 
     def _shifted(self, region: Region) -> list[Tile]:
-        """Tiles that copy a region to aligned memory; read straight into its pages, its elements would not be."""
-        memory = fresh_memory(region.end - region.begin)
-        self._made[region.name] = _bytes_of(memory, 0, region.end - region.begin)
-        return copying_tiles(region.begin, memoryview(memory)[: region.end - region.begin])
+        """A tile that copies a region to aligned memory; read straight into its pages, its elements would not be."""
+        nbytes = region.end - region.begin
+        memory = fresh_memory(nbytes)
+        self._made[region.name] = _bytes_of(memory, 0, nbytes)
+        return [Tile(region.begin, region.end, target=memoryview(memory)[:nbytes])]
 
 
 def run(file: FileReader, tiles: Sequence[Tile], checksums: Checksums | None) -> None:
@@ -119,16 +150,6 @@ def run(file: FileReader, tiles: Sequence[Tile], checksums: Checksums | None) ->
         file.run(tiles)
     else:
         file.run(tiles, checksums.digests, checksums.cuts)
-
-
-def copying_tiles(begin: int, target: memoryview) -> list[Tile]:
-    """Tiles that copy the bytes of the file from ``begin`` on into memory that lies anywhere."""
-    tiles = []
-    for first in range(0, len(target), TILE_BYTES):
-        part = target[first : first + TILE_BYTES]
-        ends = begin + first, begin + first + len(part)
-        tiles.append(Tile(*ends, sinks=((*ends, _copier(part)),)))
-    return tiles
 
 
 def scanning_tiles(regions: Iterable[Region]) -> list[Tile]:
@@ -156,13 +177,6 @@ def between(tiles: Iterable[Tile], nbytes: int) -> list[Tile]:
     return rest
 
 
-def _copier(target: memoryview) -> Callable[[memoryview], None]:
-    def copy(data: memoryview) -> None:
-        target[:] = data
-
-    return copy
-
-
 def _blocks(regions: Iterable[Region]) -> list[list[Region]]:
     """Regions in file order, small neighbours together."""
     blocks: list[list[Region]] = []
@@ -171,7 +185,8 @@ def _blocks(regions: Iterable[Region]) -> list[list[Region]]:
         if (
             last is not None
             and max(last[0].end - last[0].begin, region.end - region.begin) < _LARGE_BYTES
-            and not (last[0].begin % _ALIGNMENT or region.begin % _ALIGNMENT)
+            and last[0].is_aligned
+            and region.is_aligned
             and region.begin - last[-1].end < _SMALL_GAP_BYTES
             and region.end - last[0].begin <= TILE_BYTES
         ):

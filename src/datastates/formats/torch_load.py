@@ -18,6 +18,7 @@ from torch._utils import IMPORT_MAPPING, NAME_MAPPING
 
 from datastates.contents.parts import PICKLE_NAME, STORAGE_PREFIX, parts_of
 from datastates.contents.stub_pickle import Call, Global, StubStructure, objects_in, read_pickle
+from datastates.contents.tensor_calls import storages_in
 from datastates.contents.walk import leaves
 from datastates.contents.zip_directory import ZipDirectory
 from datastates.errors import CorruptCheckpointError, DataStatesError, ForeignObjectError
@@ -114,8 +115,9 @@ class TorchArchive:
         if request.mmap:
             storages = MappedStorages(self._file, regions)
         else:
-            storages = Storages(self._file, regions, checksums if checks else None)
-            if request.target is None or request.target.type == "cpu":
+            devices = self._devices(regions, self.pickled if pickled is None else pickled)
+            storages = Storages(self._file, regions, checksums if checks else None, devices)
+            if request.target is None or request.target.type != "meta":
                 storages.read(whole_file=is_whole)
                 self._raise_damage(checksums)
         reader = _ArchiveReader(self, storages, self.pickled if pickled is None else pickled)
@@ -137,6 +139,25 @@ class TorchArchive:
     def content(self, name: str) -> bytes | None:
         """A small entry, None where there is none. Raises CorruptCheckpointError."""
         return self._directory.content(name) if name in self._directory.entries else None
+
+    def _devices(self, regions: list[Region], pickled: bytes) -> dict[str, torch.device]:
+        """The storages that go to a device straight from the file; others are brought there by torch."""
+        request, found = self._request, {}
+        if not self.is_native:  # torch turns the bytes around, on the host
+            return {}
+        if request.target is not None:
+            device = request.device_of("cpu")
+            return {} if device is None else {region.name: device for region in regions}
+        if not torch.accelerator.is_available():
+            return {}
+        try:
+            for storage in storages_in(read_pickle(pickled)):
+                device = request.device_of(storage.location)
+                if device is not None:
+                    found[STORAGE_PREFIX + storage.key] = device
+        except (pickle.UnpicklingError, ValueError):  # torch's unpickler will say it, if it is one for that as well
+            return {}
+        return found
 
     def _raise_damage(self, checksums: Checksums) -> None:
         raise_damage(self._file, checksums, lambda: parts_of(self._file))
@@ -208,7 +229,7 @@ class _ArchiveReader:
         data = self._storages.take(region.name)
         if nbytes == data.numel():
             return data
-        cut = torch.empty(0, dtype=torch.uint8)
+        cut = torch.empty(0, dtype=torch.uint8, device=data.device)
         return cut.set_(data.untyped_storage()[:nbytes], 0, (nbytes,), (1,))
 
     def serialization_id(self) -> str:
