@@ -9,10 +9,13 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
+from datastates import stager
+from datastates.copier import HostCopier
 from datastates.copying import copy_range
 from datastates.errors import TornSnapshotError, WaitTimeoutError
 from datastates.events import EventLog
 from datastates.fence import Fence
+from datastates.gathering import gather_segments
 from datastates.host_cache import HostCache
 from datastates.plan import FilePlan, Piece, Segment
 from datastates.stager import Stager
@@ -153,6 +156,34 @@ def test_the_image_is_literals_tensors_and_zero_gaps():
         stage.save(plan).staged.result(30)
         zero = bytes(8)
         assert stage.sink.image("file") == zero + raw(big) + zero + b"x" * 5000 + zero + raw(strided) + zero
+
+
+def test_small_tensors_are_copied_together(monkeypatch):
+    """One call for each slab: the thread must not take the GIL from the training for each tensor."""
+    calls: list[int] = []
+    monkeypatch.setattr(HostCopier, "copy", lambda _, piece, *__: pytest.fail(f"{piece} was copied alone"))
+    monkeypatch.setattr(stager, "gather_segments", lambda *a: bool(calls.append(len(a[3]))) or gather_segments(*a))
+    sources = [
+        source for number in range(300) for source in (bytes([number % 251]) * 41, torch.full((6,), float(number)))
+    ]
+    plan = plan_of(*sources)
+    with Stage(num_slabs=8) as stage:
+        for slab in [stage.cache.reserve() for _ in range(8)]:
+            slab.memory.fill_(0xAB)
+            stage.cache.release(slab.offset)
+        del slab
+        stage.save(plan).staged.result(30)
+        assert stage.sink.image("file") == b"".join(s if isinstance(s, bytes) else raw(s) for s in sources)
+    assert len(calls) == plan.num_slabs(SLAB)
+    assert sum(calls) >= len(sources)
+
+
+def test_what_cannot_be_copied_together_is_copied_alone(monkeypatch):
+    monkeypatch.setattr(stager, "gather_segments", lambda *_: False)
+    tensors = [torch.full((6,), float(number)) for number in range(100)]
+    with Stage() as stage:
+        stage.save(plan_of(*tensors)).staged.result(30)
+        assert stage.sink.image("file") == b"".join(map(raw, tensors))
 
 
 def test_a_state_of_ten_times_the_cache_passes_through():

@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -21,7 +21,7 @@ SEAL_NBYTES = 4
 
 
 class Readable(Protocol):
-    """Bytes that lie in a file of somebody else's, until they are staged."""
+    """Bytes that lie in a file of somebody else's, or on their way from a device, until they are staged."""
 
     def read_into(self, offset: int, memory: memoryview) -> None:
         """Fill ``memory`` with the bytes from ``offset`` on; blocks for storage.
@@ -31,9 +31,8 @@ class Readable(Protocol):
         """
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """A byte range of the file and where its bytes come from.
+class Segment(NamedTuple):
+    """A byte range of the file and where its bytes come from. A tuple, since a save makes tens of thousands.
 
     Attributes:
         begin: offset of the first byte from the start of the file.
@@ -41,7 +40,7 @@ class Segment:
         source: the literal bytes, or a tensor of which the row-major elements are the bytes. A tensor source
             is a detached alias: it keeps the memory alive but follows no rebinding of ``.data``. It may have
             any strides; ``begin`` is a multiple of its item size. Its device is any but ``meta``. Or what reads
-            them from a file.
+            them from elsewhere.
         fqn: dotted name of the leaf for messages; empty for headers and the like.
         version: ``tensor._version`` at ``save()``, -1 where it has none (literal bytes, inference tensors).
     """
@@ -61,8 +60,7 @@ class Segment:
         return isinstance(self.source, (bytes, bytearray, memoryview))
 
 
-@dataclass(frozen=True, slots=True)
-class Seal:
+class Seal(NamedTuple):
     """Four bytes that the flusher fills in, once it has seen the bytes they cover.
 
     The CRC-32 (zlib's polynomial, little endian) of the file's bytes ``[begin, end)`` is stored at ``offset``.
@@ -87,15 +85,29 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class SlabPlan:
-    """One slab of the image: ``[begin, begin + nbytes)`` of the file and the pieces that fill it.
+    """One slab of the image: ``[begin, begin + nbytes)`` of the file and the segments that reach into it.
 
-    Bytes that no piece covers are zero. Pieces are in ascending order and do not overlap.
+    Bytes that no segment covers are zero. Segments are in ascending order and do not overlap.
     """
 
     index: int
     begin: int
     nbytes: int
-    pieces: tuple[Piece, ...]
+    segments: tuple[Segment, ...]
+
+    @property
+    def end(self) -> int:
+        return self.begin + self.nbytes
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """The parts of its segments that lie in it."""
+        return tuple(map(self.piece, self.segments))
+
+    def piece(self, segment: Segment) -> Piece:
+        """The part of one of its segments that lies in it."""
+        begin, end = max(segment.begin, self.begin), min(segment.end, self.end)
+        return Piece(segment, begin - segment.begin, begin - self.begin, end - begin)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,12 +133,17 @@ class FilePlan:
     def __post_init__(self) -> None:
         object.__setattr__(self, "_begins", [segment.begin for segment in self.segments])
         end = 0
-        for segment in self.segments:
-            if segment.begin < end or segment.nbytes <= 0:
-                raise ValueError(f"segment {segment.fqn!r} at {segment.begin} overlaps the one before or is empty")
-            end = segment.end
+        for begin, nbytes, _, fqn, _ in self.segments:
+            if begin < end or nbytes <= 0:
+                raise ValueError(f"segment {fqn!r} at {begin} overlaps the one before or is empty")
+            end = begin + nbytes
         if end > self.nbytes or self.eager_end > self.nbytes:
             raise ValueError(f"segments end at {end}, beyond the file's {self.nbytes} bytes")
+
+    @property
+    def literal_nbytes(self) -> int:
+        """How many bytes the plan itself holds."""
+        return sum([segment.nbytes for segment in self.segments if segment.is_literal])
 
     def num_slabs(self, slab_bytes: int) -> int:
         return -(-self.nbytes // slab_bytes)
@@ -138,17 +155,11 @@ class FilePlan:
         if not 0 <= begin < end:
             raise IndexError(f"slab {index} of a file of {self.num_slabs(slab_bytes)} slabs")
         first = max(bisect.bisect_right(self._begins, begin) - 1, 0)
-        return SlabPlan(index, begin, end - begin, tuple(self._pieces(first, begin, end)))
+        segments = self.segments[first : bisect.bisect_left(self._begins, end)]
+        if segments and segments[0].end <= begin:
+            segments = segments[1:]
+        return SlabPlan(index, begin, end - begin, segments)
 
     def slabs(self, slab_bytes: int) -> Iterator[SlabPlan]:
         for index in range(self.num_slabs(slab_bytes)):
             yield self.slab(index, slab_bytes)
-
-    def _pieces(self, first: int, begin: int, end: int) -> Iterator[Piece]:
-        for position in range(first, len(self.segments)):
-            segment = self.segments[position]
-            if segment.begin >= end:
-                return
-            piece_begin, piece_end = max(segment.begin, begin), min(segment.end, end)
-            if piece_begin < piece_end:
-                yield Piece(segment, piece_begin - segment.begin, piece_begin - begin, piece_end - piece_begin)

@@ -15,13 +15,19 @@ from datastates.attempt_folder import attempts, whole_lock
 from datastates.directories import fsync_directory
 from datastates.errors import StorageError
 from datastates.manifest import commit_path
+from datastates.spares import keep_spares
 from datastates.system_calls import patiently, storage_errors
 
 _SUFFIX = ".datastates.removed"
 
 
-def remove_checkpoint(directory: str) -> None:
+def remove_checkpoint(directory: str, *, spare: bool = False) -> None:
     """Remove a checkpoint's folder with all that is in it. Blocks until the files are gone.
+
+    Args:
+        directory: the checkpoint.
+        spare: keep the space of its large files for the next saves to the folder that it is in, which then are faster
+            (see `spares`). As much of the disk as one checkpoint takes stays in use until `spares.remove_spares`.
 
     Raises:
         StorageError: it is a link, or a living job still saves to it, or the file system refuses.
@@ -31,10 +37,10 @@ def remove_checkpoint(directory: str) -> None:
             if not locks.enter_context(whole_lock(directory, attempt)):
                 message = f"{directory} is being saved to by a living job; it is left alone"
                 raise StorageError(message, errno.EBUSY, directory)
-        remove_folder(directory)
+        remove_folder(directory, spare=spare)
 
 
-def remove_folder(path: str) -> None:
+def remove_folder(path: str, *, spare: bool = False) -> None:
     """Remove a folder of which nobody owns a part any more. Raises StorageError as `remove_checkpoint` does."""
     if os.path.islink(path):
         raise StorageError(f"{path} is a link; remove what it points to, or the link, by hand", errno.ENOTDIR, path)
@@ -53,6 +59,8 @@ def remove_folder(path: str) -> None:
                 patiently(os.rename, record + _SUFFIX, record)
             raise
         fsync_directory(parent)
+        if spare:
+            keep_spares(hidden, parent)
         _remove_tree(hidden)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import queue
 import threading
 import time
@@ -19,15 +20,19 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from datastates.copier import Copier, Mark, copier_for
+from datastates.bundles import BundledTensor
+from datastates.copier import Copier, HostCopier, Mark, copier_for
 from datastates.copying import memory_at
 from datastates.errors import ClosedError, WaitTimeoutError
 from datastates.events import EventLog, now
+from datastates.gathering import MIN_PIECES, gather_segments, runs_of
 from datastates.host_cache import HostCache, Slab
-from datastates.plan import Piece, SlabPlan
+from datastates.plan import FilePlan, Piece, Segment, SlabPlan
 from datastates.staging_job import FileT, StagingJob
 
 logger = logging.getLogger(__name__)
+
+_HOST = torch.device("cpu")
 
 FileT_contra = TypeVar("FileT_contra", contravariant=True)
 
@@ -41,12 +46,16 @@ class SlabSink(Protocol[FileT_contra]):
 
 @dataclass(frozen=True, slots=True)
 class _FilledSlab(Generic[FileT]):
-    """A slab whose copies have been issued."""
+    """A slab whose copies have been issued, all but those of ``late``: these follow when the marks are passed.
+
+    Its plan holds the sources until then, also those of a file that is lost: their memory must not be given to others.
+    """
 
     job: StagingJob[FileT]
     plan: SlabPlan
     slab: Slab
     marks: Sequence[Mark]
+    late: Sequence[Piece]
     begin: float
     is_last: bool
 
@@ -86,6 +95,7 @@ class Stager(Generic[FileT]):
         self._filled: deque[_FilledSlab[FileT]] = deque()
         self.starved_seconds = 0.0
         """How long the thread has waited for free slabs, all in all."""
+        self._descriptor = os.dup(cache.descriptor)  # its own: the cache may be closed while the thread is stuck
         self._thread = threading.Thread(target=self._run, name="datastates-stager", daemon=True)
         self._thread.start()
 
@@ -97,9 +107,13 @@ class Stager(Generic[FileT]):
             return self._copiers[device]
 
     def submit(self, job: StagingJob[FileT]) -> None:
-        """Queue a file; returns at once. Marks the devices' current streams: the copies wait for what they hold."""
-        for device in {s.source.device for s in job.plan.segments if isinstance(s.source, torch.Tensor)}:
-            job.ready[device] = self.copier(device).ready()
+        """Queue a file; returns at once. Marks the devices' current streams: the copies wait for what they hold.
+
+        Streams that are in `StagingJob.ready` already have been marked at the moment of the save.
+        """
+        for device in _devices_of(job.plan):
+            if device not in job.ready:
+                job.ready[device] = self.copier(device).ready()
         self._jobs.put(job)
 
     @property
@@ -121,6 +135,12 @@ class Stager(Generic[FileT]):
     # ------------------------------------------------------------------------------------- the thread
 
     def _run(self) -> None:
+        try:
+            self._stage_all()
+        finally:
+            os.close(self._descriptor)
+
+    def _stage_all(self) -> None:
         while (job := self._next_job()) is not None:
             try:
                 self._stage(job)
@@ -151,7 +171,7 @@ class Stager(Generic[FileT]):
             slab = self._reserve()
             begin, is_last = now(), slab_plan.index == num_slabs - 1
             try:
-                marks = self._fill(job, slab_plan, slab.memory)
+                marks, late = self._fill(job, slab_plan, slab)
                 self._check(job, slab_plan, is_last)
             except BaseException:
                 try:
@@ -159,7 +179,7 @@ class Stager(Generic[FileT]):
                 finally:
                     self._cache.release(slab.offset)
                 raise
-            self._filled.append(_FilledSlab(job, slab_plan, slab, marks, begin, is_last))
+            self._filled.append(_FilledSlab(job, slab_plan, slab, marks, late, begin, is_last))
             if slab_plan.begin + slab_plan.nbytes >= plan.eager_end:
                 job.note_eager_issued()
             if is_last:
@@ -190,27 +210,52 @@ class Stager(Generic[FileT]):
             self.starved_seconds += time.monotonic() - begin
         return slab
 
-    def _fill(self, job: StagingJob[FileT], plan: SlabPlan, memory: torch.Tensor) -> list[Mark]:
-        """Issue the copies that fill one slab; zero what no piece covers."""
-        end = 0
+    def _fill(self, job: StagingJob[FileT], plan: SlabPlan, slab: Slab) -> tuple[list[Mark], list[Piece]]:
+        """Issue the copies that fill one slab; zero what no piece covers. Gives their marks, and what follows these."""
+        end = plan.begin
+        late: list[Piece] = []
         devices: dict[torch.device, Copier] = {}
-        pointer = memory.data_ptr()
-        for piece in plan.pieces:
-            _zero(pointer, end, piece.slab_begin)
-            end = piece.slab_begin + piece.nbytes
-            source = piece.segment.source
-            if isinstance(source, torch.Tensor):
-                copier = devices.setdefault(source.device, self.copier(source.device))
-                copier.copy(piece, memory[piece.slab_begin : end], job.ready[source.device])
-            elif isinstance(source, (bytes, bytearray, memoryview)):
-                _copy_literal(pointer, piece, source)
-            else:
-                source.read_into(piece.segment_begin, memory_at(pointer + piece.slab_begin, piece.nbytes))
-        _zero(pointer, end, plan.nbytes)
+        pointer, memory = slab.memory.data_ptr(), slab.memory
+        for run in runs_of(plan):
+            begin = max(run[0].begin, plan.begin)
+            _zero(pointer, end - plan.begin, begin - plan.begin)
+            end = min(run[-1].end, plan.end)
+            if len(run) >= MIN_PIECES and self._gather(plan, run, slab.offset):
+                continue
+            for piece in map(plan.piece, run):
+                self._copy(job, piece, memory, devices, late)
+        _zero(pointer, end - plan.begin, plan.nbytes)
         marks = {device: copier.mark() for device, copier in devices.items()}
         issued = {device: mark for device, mark in marks.items() if mark is not None}
         job.marks.update(issued)
-        return list(issued.values())
+        return list(issued.values()), late
+
+    def _gather(self, plan: SlabPlan, run: list[Segment], offset: int) -> bool:
+        """Copy a run of small segments at once; False where they must be copied one by one."""
+        is_host = isinstance(self.copier(_HOST), HostCopier)
+        return is_host and gather_segments(self._descriptor, offset, plan, run)
+
+    def _copy(
+        self,
+        job: StagingJob[FileT],
+        piece: Piece,
+        memory: torch.Tensor,
+        devices: dict[torch.device, Copier],
+        late: list[Piece],
+    ) -> None:
+        """Issue the copy of one piece; note its device's copier, and whether it has to follow later."""
+        source, begin, end = piece.segment.source, piece.slab_begin, piece.slab_begin + piece.nbytes
+        if isinstance(source, torch.Tensor):
+            copier = devices.setdefault(source.device, self.copier(source.device))
+            copier.copy(piece, memory[begin:end], job.ready[source.device])
+        elif isinstance(source, (bytes, bytearray, memoryview)):
+            _copy_literal(memory.data_ptr(), piece, source)
+        elif isinstance(source, BundledTensor):
+            copier = devices.setdefault(source.device, self.copier(source.device))
+            source.bundle.bring(copier)
+            late.append(piece)
+        else:
+            source.read_into(piece.segment_begin, memory_at(memory.data_ptr() + begin, piece.nbytes))
 
     def _hand_over(self, block: bool = True) -> None:
         """Pass filled slabs to the sink, oldest first; with ``block``, wait until their copies have arrived."""
@@ -238,6 +283,7 @@ class Stager(Generic[FileT]):
         try:
             if filled.is_last and job.marks:
                 job.check_versions(job.plan.eager_end, job.plan.nbytes)
+            _read_late(filled.late, filled.slab.memory.data_ptr())
             if job.check is not None:
                 for piece in plan.pieces:
                     job.check.note(piece, filled.slab.memory)
@@ -265,11 +311,34 @@ class Stager(Generic[FileT]):
             job.finish(error)
 
 
+def _devices_of(plan: FilePlan) -> set[torch.device]:
+    """The devices that have something of a file; a device's name costs more than to ask for the host."""
+    devices, has_host = set(), False
+    for segment in plan.segments:
+        source = segment.source
+        if isinstance(source, torch.Tensor) and source.is_cpu:
+            has_host = True
+        elif isinstance(source, (torch.Tensor, BundledTensor)):
+            devices.add(source.device)
+    return devices | {_HOST} if has_host else devices
+
+
 def _zero(pointer: int, begin: int, end: int) -> None:
     if begin < end:
         ctypes.memset(pointer + begin, 0, end - begin)
 
 
+def _read_late(pieces: Sequence[Piece], pointer: int) -> None:
+    for piece in pieces:
+        source = piece.segment.source
+        assert isinstance(source, BundledTensor)  # noqa: S101 - `_fill` puts nothing else here
+        source.read_into(piece.segment_begin, memory_at(pointer + piece.slab_begin, piece.nbytes))
+
+
 def _copy_literal(pointer: int, piece: Piece, source: bytes | bytearray | memoryview) -> None:
+    if isinstance(source, bytes):  # long ones, without holding the GIL
+        address = ctypes.cast(ctypes.c_char_p(source), ctypes.c_void_p).value or 0
+        ctypes.memmove(pointer + piece.slab_begin, address + piece.segment_begin, piece.nbytes)
+        return
     part = memoryview(source).cast("B")[piece.segment_begin : piece.segment_begin + piece.nbytes]
     memory_at(pointer + piece.slab_begin, piece.nbytes)[:] = part

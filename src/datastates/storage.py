@@ -14,6 +14,7 @@ import errno
 import fcntl
 import os
 import stat
+import threading
 from collections.abc import Callable, Iterator
 
 from datastates.directories import fsync_directory, make_directories, make_names_durable
@@ -21,7 +22,12 @@ from datastates.errors import StorageError
 from datastates.leftovers import remove_leftovers
 from datastates.locks import leads_to, open_locked, try_lock
 from datastates.partial_names import partial_path
+from datastates.spares import take_spare
 from datastates.system_calls import fsync, patiently, storage_errors, write_all
+
+_STAT_BLOCK_BYTES = 512  # of ``st_blocks``, whatever the file system's own blocks. Source: inode(7)
+
+_LARGE_BYTES = 64 << 20  # to free so much and more takes tens of milliseconds
 
 _NO_PREALLOCATION = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.EBADF}
 
@@ -65,10 +71,29 @@ def _create_anew(path: str, mode: int) -> int:
 
 
 def publish(source: str, path: str) -> None:
-    """Give a durable file its final name, durably. A symbolic link of that name is replaced, not followed."""
+    """Give a durable file its final name, durably. A symbolic link of that name is replaced, not followed.
+
+    The space of a large file that had the name is given back on a thread of its own: that takes longer than the rest.
+    """
     with storage_errors("publish", path):
-        patiently(os.replace, source, path)
-        make_names_durable([path])
+        replaced = _open_large(path)
+        try:
+            patiently(os.replace, source, path)
+            make_names_durable([path])
+        finally:
+            if replaced is not None:
+                threading.Thread(target=os.close, args=(replaced,), name="release", daemon=True).start()
+
+
+def _open_large(path: str) -> int | None:
+    """Hold a file whose last name is about to go, so that its space stays taken; None where it is not worth it."""
+    try:
+        status = patiently(os.lstat, path)
+        if stat.S_ISREG(status.st_mode) and status.st_nlink == 1 and status.st_size >= _LARGE_BYTES:
+            return patiently(os.open, path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:  # then there is nothing to hold
+        return None
+    return None
 
 
 def _mode_of(path: str) -> int | None:
@@ -159,6 +184,9 @@ def create_partial(
 ) -> PartialFile:
     """Begin a file: directories made, leftovers of dead owners removed, space reserved.
 
+    Its space may be that of a removed checkpoint's file (see `spares`): then its old bytes are in it until each of them
+    has been written.
+
     Args:
         path: the final path.
         attempt: goes into the partial name.
@@ -175,10 +203,11 @@ def create_partial(
         make_directories(directory)
         remove_leftovers(directory, name, keep)
         mode = _mode_of(path)
+        is_reused = take_spare(path, partial, nbytes)
         descriptor = _open_direct(partial, os.O_RDWR | os.O_CREAT, 0o666 if mode is None else mode)
         try:
             try:
-                patiently(os.ftruncate, descriptor, 0)
+                patiently(os.ftruncate, descriptor, nbytes if is_reused else 0)
                 _set_mode(descriptor, mode)
                 _reserve(descriptor, partial, nbytes, check_free)
             except BaseException:
@@ -233,7 +262,7 @@ def _open_direct(path: str, flags: int, mode: int = 0o666) -> int:
 
 def _reserve(descriptor: int, path: str, nbytes: int, check_free: bool) -> None:
     status = patiently(os.fstatvfs, descriptor)
-    free = status.f_bavail * status.f_frsize
+    free = status.f_bavail * status.f_frsize + os.fstat(descriptor).st_blocks * _STAT_BLOCK_BYTES
     message = f"no space for {path}: {nbytes} bytes needed, {free} free, {max(nbytes - free, 0)} missing"
     if check_free and status.f_blocks and free < nbytes:
         raise StorageError(message, errno.ENOSPC, path)

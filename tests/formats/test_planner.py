@@ -263,10 +263,10 @@ def test_structures_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         made(planner, {str(n): torch.ones(1) for n in range(count)})
     assert num_structures(planner) == 8
     made(planner, {str(n): torch.ones(1) for n in range(2)})
-    assert len(planner._structures[-1].kinds) == 2
+    assert planner._structures[-1].num_tensors == 2
     monkeypatch.setattr(torch_planner, "_MAX_TENSORS", 6)
     made(planner, {str(n): torch.ones(1) for n in range(3)})
-    assert [len(one.kinds) for one in planner._structures] == [2, 3]
+    assert [one.num_tensors for one in planner._structures] == [2, 3]
 
 
 def test_names_that_change_with_each_save_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,18 +15,24 @@ from datastates.events import now
 from datastates.flusher.hasher import ImageHasher
 from datastates.flusher.incoming import FileState, IncomingFile
 from datastates.flusher.protocol import (
+    MAX_TABLE_ROWS,
     Answer,
     Dropped,
     Durable,
     FileFailed,
     FlushSlab,
     Written,
+    WrittenSlab,
     shortened,
 )
 from datastates.leftovers import remove_orphan
 from datastates.partial_names import partial_path
 from datastates.storage import create_partial, read_chunks, reopen_partial
 from datastates.system_calls import storage_errors
+
+_HELD_SHARE = 8
+"""Slabs that are written are reported together, as soon as they are an eighth of the host cache: each message wakes a
+thread of the trainer, which takes the GIL from the training, and seven eighths are enough to go on with."""
 
 _READ_BYTES = 1 << 20  # of a partial file that is hashed again; keeps the process small
 
@@ -60,7 +66,9 @@ class WritePipeline:
         self._on_idle = on_idle
         self._to_hash: SimpleQueue[tuple[IncomingFile, FlushSlab | None]] = SimpleQueue()
         self._to_write: SimpleQueue[tuple[IncomingFile, FlushSlab | None, int]] = SimpleQueue()
-        self._lock = threading.Lock()  # protects _num_queued, _leftovers
+        self._lock = threading.Lock()  # protects _num_queued, _leftovers, _written
+        self._written: list[WrittenSlab] = []
+        self._report_lock = threading.Lock()  # keeps reports in order; the main thread never waits for it
         self._num_queued = 0
         self._leftovers: list[str] = []
         spawn("hasher", self._hash_forever)
@@ -126,6 +134,7 @@ class WritePipeline:
             file.is_reported = True
             partial, file.partial = file.partial, None
             error = file.error or StorageError(f"{file.path}: failed", path=file.path)
+        self._report_written()
         message = str(error)
         try:
             if partial is not None:
@@ -243,7 +252,12 @@ class WritePipeline:
         padded_end = min(slab.cache_offset + padded, self._memory.nbytes)
         self._memory[end:padded_end] = bytes(padded_end - end)
         file.partial.write(self._memory[slab.cache_offset : padded_end], slab.index * file.slab_bytes)
-        self._send(Written(file.id, slab.index, slab.cache_offset, value, begin, now()))
+        with self._lock:
+            self._written.append(WrittenSlab(file.id, slab.index, slab.cache_offset, value, begin, now()))
+            num_held = min(self._memory.nbytes // file.slab_bytes // _HELD_SHARE, MAX_TABLE_ROWS)
+            is_enough = len(self._written) >= num_held
+        if is_enough:
+            self._report_written()
         with file.lock:
             file.crcs[slab.index] = value
             file.num_written += 1
@@ -264,6 +278,7 @@ class WritePipeline:
                 return
             is_news, file.was_durable = not file.was_durable, True
         if is_news:
+            self._report_written()
             # Before the committer may rename it: the next flusher looks for a file under its final name only where the
             # trainer knows it as durable.
             self._send(Durable(file.id))
@@ -272,6 +287,14 @@ class WritePipeline:
                 return
             file.state = FileState.DURABLE
         self._on_end(file)
+
+    def _report_written(self) -> None:
+        """Say which slabs are in their files since the last time. A file's are all said before its end is."""
+        with self._report_lock:
+            with self._lock:
+                slabs, self._written = tuple(self._written), []
+            if slabs:
+                self._send(Written(slabs))
 
     def _drop(self, file: IncomingFile, slab: FlushSlab | None) -> None:
         if slab is not None:

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from datastates.plan import SEAL_NBYTES, Seal, Segment
-from datastates.state import Capture, alias, version_of
+from datastates.state import Capture, Captured, alias, version_of
 
 Literal = bytes | bytearray | memoryview
 
@@ -19,21 +19,21 @@ class Block:
 
     Attributes:
         nbytes: length in bytes.
-        source: captured bytes, or a tensor (see `Segment.source`).
+        source: captured bytes, also those still on their way, or a tensor (see `Segment.source`).
         fqn: dotted name of the leaf.
         version: version of the source tensor, -1 where it has none.
         is_pending: the source may change before the fence, so the block must lie before `FilePlan.eager_end`.
     """
 
     nbytes: int
-    source: Literal | torch.Tensor
+    source: Literal | Captured | torch.Tensor
     fqn: str
     version: int = -1
     is_pending: bool = False
 
     @property
     def is_literal(self) -> bool:
-        return not isinstance(self.source, torch.Tensor)
+        return isinstance(self.source, (bytes, bytearray, memoryview))
 
 
 def capture_block(tensor: torch.Tensor, fqn: str, capture: Capture) -> Block:
@@ -48,13 +48,10 @@ def capture_block(tensor: torch.Tensor, fqn: str, capture: Capture) -> Block:
     captured = capture(tensor)
     if captured is None:
         return Block(nbytes, alias(tensor), fqn, version_of(tensor), is_pending=True)
-    if isinstance(captured, torch.Tensor):
-        found, version = captured.numel() * captured.itemsize, version_of(captured)
-    else:
-        found, version = memoryview(captured).nbytes, -1
+    found = len(captured) if isinstance(captured, (bytes, bytearray)) else captured.nbytes
     if found != nbytes:
         raise ValueError(f"capture of {fqn!r} returned {found} bytes, expected {nbytes}")
-    return Block(nbytes, captured, fqn, version)
+    return Block(nbytes, captured, fqn)
 
 
 def lazy_block(tensor: torch.Tensor, fqn: str) -> Block:
@@ -98,7 +95,7 @@ class ImageBuilder:
 
     def block(self, block: Block) -> None:
         """Append the bytes of a tensor."""
-        if isinstance(block.source, torch.Tensor):
+        if not isinstance(block.source, (bytes, bytearray, memoryview)):
             self._end_literals()
             self._segments.append(Segment(self.nbytes, block.nbytes, block.source, block.fqn, block.version))
             self.nbytes += block.nbytes

@@ -9,8 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 
@@ -26,7 +25,7 @@ from datastates.formats.zip_image import (
     write_end,
 )
 from datastates.plan import SEAL_NBYTES, FilePlan, Seal, Segment
-from datastates.state import alias, version_of
+from datastates.state import version_of
 
 NAME = "torch"
 
@@ -44,15 +43,6 @@ _ARCHIVE_VERSION = b"3\n"
 _PICKLE_SLACK_BYTES = 512
 
 
-@dataclass(frozen=True, slots=True)
-class Storage:
-    """An entry for the bytes of a tensor: its key, its length, and whether its bytes are there at once."""
-
-    key: str
-    nbytes: int
-    is_eager: bool
-
-
 class Layout:
     """A torch file without its pickle and without the bytes and checksums of its tensors; immutable.
 
@@ -60,22 +50,28 @@ class Layout:
     long as the pickle has about the length that it had.
     """
 
-    def __init__(self, pickled: bytes, storages: Sequence[Storage]) -> None:
-        """Lay out a file whose pickle has about this length."""
+    def __init__(self, pickled: bytes, eager: dict[str, int], empty: Sequence[str], lazy: dict[str, int]) -> None:
+        """Lay out a file whose pickle has about this length.
+
+        Args:
+            pickled: the state's pickle.
+            eager: how many bytes the storages have that are there at once, by key.
+            empty: keys of storages without bytes.
+            lazy: likewise of those that are copied later.
+        """
         self._first_data = -(-(_Prefix(pickled).nbytes + _PICKLE_SLACK_BYTES) // _PAGE_ALIGNMENT) * _PAGE_ALIGNMENT
         prefix = _Prefix(pickled, self._first_data)
         head = _Template(prefix.nbytes)
         archive = ZipImage(head)
         add_opening_records(archive)
-        eager = [storage for storage in storages if storage.is_eager and storage.nbytes]
-        names, sizes = [storage_name(storage.key) for storage in eager], [storage.nbytes for storage in eager]
-        small = small_entries(names, sizes, head.nbytes, ALIGNMENT) if eager else None
+        small = small_entries(list(map(storage_name, eager)), list(eager.values()), head.nbytes, ALIGNMENT)
         if small is not None:
             head.append_entries(small)
-            storages = [storage for storage in storages if not storage.is_eager or not storage.nbytes]
-        for storage in sorted(storages, key=lambda storage: not storage.is_eager):
-            head.is_eager = storage.is_eager
-            archive.add(storage_name(storage.key), _place(storage.nbytes), alignment_of(storage.nbytes))
+        for key, nbytes in [*([] if small else eager.items()), *((key, 0) for key in empty)]:
+            archive.add(storage_name(key), _place(nbytes), alignment_of(nbytes))
+        head.is_eager = False
+        for key, nbytes in lazy.items():
+            archive.add(storage_name(key), _place(nbytes), alignment_of(nbytes))
         add_closing_records(archive, pickled)
         head.end()
         tail = _Template(head.nbytes + len(prefix.directory), head.eager_begins)
@@ -89,41 +85,49 @@ class Layout:
         tail.end()
         self._nbytes = tail.nbytes
         self._seals = (*head.seals, *tail.seals)
+        self._head, (self._tail,) = head.runs[0], tail.runs
+        self._between = [b"".join(run) for run in head.runs[1:]]
+        ends = [0, *(begin + nbytes for begin, nbytes in head.lazy_ranges)]
+        begins = [*(begin for begin, _ in head.lazy_ranges), self._nbytes]
+        self._literal_ranges = [(end, begin - end) for end, begin in zip(ends, begins, strict=True)]
         self._lazy_ranges = head.lazy_ranges
-        self._runs, (self._tail,) = head.runs, tail.runs
 
     def fill(
-        self, pickled: bytes, captured: Sequence[bytes | bytearray], lazy: Sequence[tuple[str, torch.Tensor]]
+        self, pickled: bytes, captured: Sequence[bytes | bytearray], names: Sequence[str], lazy: Sequence[torch.Tensor]
     ) -> FilePlan | None:
         """The plan of a file, None where the pickle has outgrown its place.
 
         Args:
             pickled: the state's pickle.
-            captured: the bytes of the eager storages that are not empty, in order.
-            lazy: fqn and contiguous tensor of the lazy storages, in order.
+            captured: the bytes of the eager storages, in order.
+            names: fqns of the lazy storages, in order.
+            lazy: their tensors, ordinary and contiguous.
         """
         try:
             prefix = _Prefix(pickled, self._first_data)
         except ValueError:
             return None
-        crcs = [crc32(data).to_bytes(SEAL_NBYTES, "little") for data in captured]
-        head: list[bytes | bytearray] = [*self._runs[0]]
-        tail = self._tail.copy()
-        head[1::4], head[3::4], tail[1::2] = captured, crcs, crcs
-        rest: list[list[bytes | bytearray]] = [[*run] for run in self._runs[1:]]
-        runs = [[prefix.data, *head], *rest]
-        runs[-1] = [*runs[-1], prefix.directory, *tail]
-        return FilePlan(NAME, self._nbytes, tuple(self._segments(runs, lazy)), self._seals)
+        crcs = [value.to_bytes(SEAL_NBYTES, "little") for value in map(crc32, captured)]
+        head: list[bytes | bytearray] = [*self._head]
+        tail: list[bytes | bytearray] = [prefix.directory, *self._tail]
+        head[1::4], head[3::4], tail[2::2] = captured, crcs, crcs
+        if self._between:
+            literals = [b"".join([prefix.data, *head]), *self._between[:-1], b"".join([self._between[-1], *tail])]
+        else:
+            literals = [b"".join([prefix.data, *head, *tail])]
+        return FilePlan(NAME, self._nbytes, self._segments(literals, names, lazy), self._seals)
 
     def _segments(
-        self, runs: list[list[bytes | bytearray]], lazy: Sequence[tuple[str, torch.Tensor]]
-    ) -> Iterator[Segment]:
-        begin = 0
-        for run, (end, nbytes), (fqn, tensor) in zip(runs[:-1], self._lazy_ranges, lazy, strict=True):
-            yield Segment(begin, end - begin, b"".join(run))
-            yield Segment(end, nbytes, alias(tensor), fqn, version_of(tensor))
-            begin = end + nbytes
-        yield Segment(begin, self._nbytes - begin, b"".join(runs[-1]))
+        self, literals: list[bytes], names: Sequence[str], lazy: Sequence[torch.Tensor]
+    ) -> tuple[Segment, ...]:
+        """Literal bytes and tensors in turns, as many tens of thousands as there are large tensors."""
+        places = zip(self._literal_ranges, literals, strict=True)
+        between = [Segment(begin, nbytes, data) for (begin, nbytes), data in places]
+        sources = zip(self._lazy_ranges, lazy, names, strict=True)
+        tensors = [Segment(begin, nbytes, t.detach(), name, version_of(t)) for (begin, nbytes), t, name in sources]
+        segments = [*between, *tensors]
+        segments[0::2], segments[1::2] = between, tensors
+        return tuple(segments)
 
 
 @functools.lru_cache
@@ -153,7 +157,7 @@ class _Template:
     Attributes:
         nbytes: length of the image so far.
         is_eager: whether the tensors that are added now are eager: holes; a lazy one begins a new list.
-        eager_begins: offsets of the eager tensors.
+        eager_begins: offsets of the eager tensors that were not added by `append_entries`.
         lazy_ranges: offset and length of the lazy ones.
         runs: the lists.
         seals: those of lazy tensors.
@@ -193,7 +197,6 @@ class _Template:
 
     def append_entries(self, small: SmallEntries) -> None:
         """Many eager entries at once."""
-        self.eager_begins.update(small.begins)
         ends = [b"", *small.descriptors[:-1]]
         statics = [end + header for end, header in zip(ends, small.headers, strict=True)]
         self._append(statics, 4)

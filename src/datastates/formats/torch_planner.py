@@ -6,33 +6,64 @@ is `formats.torch_zip.plan`, which plans every state; what this module plans loa
 
 from __future__ import annotations
 
-import ctypes
+import dataclasses
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from datastates.copying import STRING_BYTES, copy_to_bytes
-from datastates.formats.torch_layout import Layout, Storage
+from datastates.copying import copy_to_bytes
+from datastates.formats.geometry import (
+    Geometry,
+    Looks,
+    Memory,
+    are_ordinary,
+    are_plain,
+    geometry_of,
+    have_their_bytes,
+    memory_of,
+    owners_of,
+)
+from datastates.formats.torch_layout import Layout
 from datastates.formats.torch_skeleton import Skeleton, TensorPickles, skeleton_of
+from datastates.gathering import MIN_PIECES, gathered
 from datastates.plan import FilePlan
-from datastates.state import CONTAINERS, DEVICES_WITHOUT_STORAGE, EagerRule, named_tensors
+from datastates.state import CONTAINERS, EagerRule, named_tensors
 
-#: Structures are kept for this many tensors in all; a few hundred bytes each.
-_MAX_TENSORS = 500_000
+#: Structures are kept for this many tensors in all, and one however many it has; about a kilobyte each.
+_MAX_TENSORS = 1_000_000
 
 #: And so many in all: a run saves a few dozen files per rank, and names that change with each save must not pile up.
 _MAX_STRUCTURES = 256
 
-_QUANTIZED = frozenset({torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4})
-_COMPLEX = frozenset({torch.complex32, torch.complex64, torch.complex128})
-
 _LEAVES = frozenset({torch.Tensor, int, float, bool, str, bytes, type(None)})
 
-_Kind = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device, bool, bool]
+#: About what a file says about each tensor, in its pickle, its entry, and the directory: that is in host memory anyway.
+_RECORD_BYTES = 256
+
 Take = Callable[[int], bool]
 """Reserves memory for so many bytes; False where there is not enough."""
+
+Hold = Callable[[int], None]
+"""Reserves memory for so many bytes; blocks until it may be had."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Form:
+    """What a state looks like apart from its values and its memory.
+
+    Attributes:
+        looks: recognises the tensors, in the order of the pickle.
+        keys: what `_keys` says of all containers, from which the names follow.
+        limit: tensors of at most so many bytes are small: eager.
+        names: fqn of each tensor that is not small, by position.
+    """
+
+    looks: Looks
+    keys: list[object]
+    limit: int
+    names: dict[int, str]
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,28 +71,30 @@ class _Structure:
     """What stays from save to save.
 
     Attributes:
-        kinds: what describes each tensor, in the order of the pickle.
-        addresses: where each tensor's bytes were.
+        form: what it is found by.
+        memory: where the tensors' bytes were.
         owners: per tensor the position of the first one with the same bytes.
-        keys: what `_keys` says of all containers, from which the names follow.
-        names: fqn of each tensor.
+        volatile: positions of the tensors that are eager though they are not small.
         pickles: what rebuilds each tensor.
         eager: positions of the eager tensors with bytes of their own, in file order.
+        eager_sizes: bytes of each of them.
         lazy: positions of the lazy ones, in file order.
-        eager_nbytes: bytes of all eager tensors.
         layout: the file.
     """
 
-    kinds: list[_Kind]
-    addresses: list[int]
+    form: _Form
+    memory: Memory
     owners: list[int]
-    keys: list[object]
-    names: list[str]
+    volatile: set[int]
     pickles: list[bytes]
     eager: list[int]
+    eager_sizes: list[int]
     lazy: list[int]
-    eager_nbytes: int
     layout: Layout
+
+    @property
+    def num_tensors(self) -> int:
+        return len(self.owners)
 
 
 class TorchPlanner:
@@ -71,114 +104,95 @@ class TorchPlanner:
         self._lock = threading.Lock()  # protects _structures
         self._structures: list[_Structure] = []  # the one used last is the last
 
-    def plan(self, state: object, take: Take, rule: EagerRule) -> FilePlan | None:
-        """The plan of a torch file; None where the state is not ordinary, or ``take`` refuses the memory.
+    def plan(self, state: object, take: Take, rule: EagerRule, hold: Hold | None = None) -> FilePlan | None:
+        """The plan of a torch file; None where the state is not ordinary, or the memory for copies is refused.
 
         Args:
             state: any nested state.
             take: asked once, for the bytes of all eager tensors, before they are copied.
             rule: which tensors are eager.
+            hold: asked where ``take`` refuses, and the tensors are so small that the file takes as much memory to say
+                where they are; None: those are refused, too.
         """
         skeleton = skeleton_of(state)
         if skeleton is None:
             return None
-        tensors = skeleton.tensors
         try:
-            kinds = _kinds(tensors)
-            addresses = [tensor.data_ptr() for tensor in tensors]
+            structure = self._structure(state, skeleton, rule)
         except RuntimeError:  # no strides, no memory of its own: sparse, nested, batched
             return None
-        keys = _keys(state, len(tensors))
-        if kinds is None or keys is None or not _have_their_bytes(tensors):
+        if structure is None or not _has_room(structure, take, hold):
             return None
-        known = self._find(kinds, keys, addresses)
-        owners = known.owners if known and known.addresses == addresses else _owners(tensors, addresses)
-        if owners is None:
-            return None
-        names = _names(state, tensors) if known is None else known.names
-        if names is None:
-            return None
-        eager = _eager(tensors, names, owners, rule)
-        if any(tensors[position].device.type != "cpu" for position in eager):
-            return None
-        if known is None or known.eager != eager or known.owners != owners:
-            known = _build(skeleton, kinds, addresses, owners, keys, names, eager)
-        if known is None or not take(known.eager_nbytes):
-            return None
-        plan = _fill(known, skeleton)
+        plan = _fill(structure, skeleton)
         if plan is None:  # the pickle has outgrown its place
-            known = _build(skeleton, kinds, addresses, owners, keys, names, eager)
-            plan = None if known is None else _fill(known, skeleton)
-        if known is not None:
-            self._keep(known)
+            parts = (structure.form, structure.memory, structure.owners, structure.volatile)
+            structure = _build(skeleton, geometry_of(skeleton.tensors), *parts)
+            plan = None if structure is None else _fill(structure, skeleton)
+        if structure is not None:
+            self._keep(structure)
         return plan
 
-    def _find(self, kinds: list[_Kind], keys: list[object], addresses: list[int]) -> _Structure | None:
+    def _structure(self, state: object, skeleton: Skeleton, rule: EagerRule) -> _Structure | None:
+        """The known structure of a state where there is one, else a new one; None where the state is not ordinary.
+
+        Raises:
+            RuntimeError: a tensor has no strides, or no memory of its own.
+        """
+        tensors = skeleton.tensors
+        keys = _keys(state, len(tensors))
+        if keys is None:
+            return None
+        memory = memory_of(tensors)
+        known = self._find(tensors, keys, memory, rule.threshold_bytes)
+        if known is not None and known.memory == memory:
+            volatile = _volatile(tensors, known.form.names, known.owners, rule)
+            if known.volatile == volatile:
+                return known
+        geometry = geometry_of(tensors)
+        form = _form_of(state, tensors, geometry, keys, rule.threshold_bytes) if known is None else known.form
+        owners = owners_of(geometry, memory.addresses) if have_their_bytes(geometry, memory) else None
+        if form is None or owners is None:
+            return None
+        volatile = _volatile(tensors, form.names, owners, rule)
+        if known is not None and known.volatile == volatile and known.owners == owners:
+            return dataclasses.replace(known, memory=memory)
+        return _build(skeleton, geometry, form, memory, owners, volatile)
+
+    def _find(self, tensors: list[torch.Tensor], keys: list[object], memory: Memory, limit: int) -> _Structure | None:
         """A structure with the same names and kinds; rather the one of the same memory."""
         with self._lock:
             structures = self._structures[::-1]
-        alike = [known for known in structures if known.kinds == kinds and known.keys == keys]
-        return next((known for known in alike if known.addresses == addresses), alike[0] if alike else None)
+        alike = [known for known in structures if known.form.limit == limit and known.form.keys == keys]
+        alike.sort(key=lambda known: known.memory != memory)
+        return next((known for known in alike if known.form.looks.fit(tensors)), None)
 
     def _keep(self, structure: _Structure) -> None:
         with self._lock:
-            if structure in self._structures:
-                self._structures.remove(structure)
+            self._structures = [kept for kept in self._structures if kept.layout is not structure.layout]
             self._structures.append(structure)
-            count = sum(len(known.kinds) for known in self._structures)
+            count = sum(kept.num_tensors for kept in self._structures)
             while (count > _MAX_TENSORS or len(self._structures) > _MAX_STRUCTURES) and len(self._structures) > 1:
-                count -= len(self._structures.pop(0).kinds)
+                count -= self._structures.pop(0).num_tensors
 
 
-def _kinds(tensors: list[torch.Tensor]) -> list[_Kind] | None:
-    """What describes each tensor; None where one of them is no ordinary contiguous tensor, or appears twice.
+def _has_room(structure: _Structure, take: Take, hold: Hold | None) -> bool:
+    nbytes = sum(structure.eager_sizes)
+    if take(nbytes):
+        return True
+    if hold is None or nbytes > _RECORD_BYTES * len(structure.eager):
+        return False
+    hold(nbytes)
+    return True
 
-    Raises:
-        RuntimeError: one of them has no shape or no strides.
-    """
-    kinds = [(t.shape, t.stride(), t.dtype, t.device, t.requires_grad, t.is_neg()) for t in tensors]
-    dtypes, devices = {kind[2] for kind in kinds}, {kind[3].type for kind in kinds}
-    is_odd = (
-        dtypes & _QUANTIZED
-        or devices & DEVICES_WITHOUT_STORAGE
-        or "meta" in devices
-        or len(set(map(id, tensors))) != len(tensors)
-        or any(t.__dict__ for t in tensors)
-        or (dtypes & _COMPLEX and any(t.is_conj() for t in tensors))
-    )
-    if is_odd or not all(t.is_contiguous() for t in tensors) or any(kind[5] for kind in kinds):
+
+def _form_of(
+    state: object, tensors: list[torch.Tensor], geometry: Geometry, keys: list[object], limit: int
+) -> _Form | None:
+    """What a new state looks like; None where one of its tensors is not ordinary, or no container leads to it."""
+    if not are_plain(geometry, tensors) or not are_ordinary(geometry, tensors):
         return None
-    return kinds
-
-
-def _have_their_bytes(tensors: list[torch.Tensor]) -> bool:
-    """`state.has_its_bytes` of contiguous tensors, faster. The reference planner says which has not."""
-    return all(
-        tensor.storage_offset() * tensor.itemsize + tensor.nbytes <= tensor.untyped_storage().nbytes()
-        for tensor in tensors
-        if tensor.nbytes
-    )
-
-
-def _owners(tensors: list[torch.Tensor], addresses: list[int]) -> list[int] | None:
-    """Per tensor the position of the first one with the same bytes; None where tensors overlap otherwise."""
-    owners = list(range(len(tensors)))
-    by_device: dict[torch.device, list[tuple[int, int]]] = {}
-    for position, tensor in enumerate(tensors):
-        if tensor.nbytes:
-            by_device.setdefault(tensor.device, []).append((addresses[position], position))
-    for places in by_device.values():
-        places.sort()
-        begin, end, owner = 0, 0, -1
-        for address, position in places:
-            tensor = tensors[position]
-            if address >= end:
-                begin, end, owner = address, address + tensor.nbytes, position
-            elif address == begin and address + tensor.nbytes == end and tensor.dtype is tensors[owner].dtype:
-                owners[position] = owner
-            else:
-                return None
-    return owners
+    names = _names(state, tensors, geometry.nbytes, limit)
+    return None if names is None else _Form(Looks(tensors, geometry), keys, limit, names)
 
 
 def _keys(state: object, num_tensors: int) -> list[object] | None:
@@ -211,75 +225,87 @@ def _keys(state: object, num_tensors: int) -> list[object] | None:
     return found if count == num_tensors else None
 
 
-def _names(state: object, tensors: list[torch.Tensor]) -> list[str] | None:
-    """The names of the tensors; None where no container leads to one of them."""
+def _names(state: object, tensors: list[torch.Tensor], lengths: list[int], limit: int) -> dict[int, str] | None:
+    """The names of the larger tensors by position; None where no container leads to one of them."""
+    large = [position for position, nbytes in enumerate(lengths) if nbytes > limit]
+    if not large:
+        return {}
     named = named_tensors(state)
-    found = [named.get(id(tensor)) for tensor in tensors]
-    return None if None in found else [entry[0] for entry in found if entry is not None]
+    found = {position: named[id(tensors[position])][0] for position in large if id(tensors[position]) in named}
+    return found if len(found) == len(large) else None
 
 
-def _eager(tensors: list[torch.Tensor], names: list[str], owners: list[int], rule: EagerRule) -> list[int]:
+def _volatile(tensors: list[torch.Tensor], names: dict[int, str], owners: list[int], rule: EagerRule) -> set[int]:
+    """Positions of the larger tensors that are eager by their names, as far as they own their bytes."""
+    if rule.is_volatile is None:
+        return set()
+    return {owners[position] for position, name in names.items() if rule.is_volatile(name, tensors[position])}
+
+
+def _eager(geometry: Geometry, limit: int, owners: list[int], volatile: set[int]) -> list[int]:
     """Positions of the eager tensors that own bytes."""
-    limit, is_volatile = rule.threshold_bytes, rule.is_volatile
-    volatile = set()
-    if is_volatile is not None:
-        large = (n for n, t in enumerate(tensors) if t.nbytes > limit)
-        volatile = {owners[n] for n in large if is_volatile(names[n], tensors[n])}
+    columns = enumerate(zip(geometry.nbytes, owners, geometry.shapes, strict=True))
     return [
         n
-        for n, t in enumerate(tensors)
-        if owners[n] == n and t.nbytes and (t.nbytes <= limit or n in volatile or t.dim() == 0)
+        for n, (nbytes, owner, shape) in columns
+        if owner == n and nbytes and (nbytes <= limit or n in volatile or not shape)
     ]
 
 
 def _build(
-    skeleton: Skeleton,
-    kinds: list[_Kind],
-    addresses: list[int],
-    owners: list[int],
-    keys: list[object],
-    names: list[str],
-    eager: list[int],
+    skeleton: Skeleton, geometry: Geometry, form: _Form, memory: Memory, owners: list[int], volatile: set[int]
 ) -> _Structure | None:
-    """Lay out a file; None where the tensors are of too many kinds."""
-    writer = TensorPickles()
-    locations: dict[torch.device, str] = {}
-    storages: list[Storage] = []
-    storage_keys: list[str] = []  # per tensor
+    """Lay out a file; None where the tensors are of too many kinds, or eager ones lie on a device."""
+    eager = _eager(geometry, form.limit, owners, volatile)
+    if any(geometry.devices[position].type != "cpu" for position in eager):
+        return None
+    locations = _locations(skeleton.tensors, geometry.devices)
+    entries: dict[bool, dict[str, int]] = {True: {}, False: {}}  # eager, lazy: lengths by key, in file order
     empty: dict[str, str] = {}
-    pickles: list[bytes] = []
-    is_eager = set(eager)
     lazy: list[int] = []
-    for position, tensor in enumerate(skeleton.tensors):
-        location = locations.get(tensor.device)
-        if location is None:
-            location = locations[tensor.device] = torch.serialization.location_tag(tensor.untyped_storage())
-        nbytes, owner = tensor.nbytes, owners[position]
-        known = empty.get(location) if not nbytes else storage_keys[owner] if owner != position else None
-        key = str(len(storages)) if known is None else known
-        storage_keys.append(key)
-        if known is None:
-            storages.append(Storage(key, nbytes, not nbytes or position in is_eager))
-            if not nbytes:
-                empty[location] = key
-            elif position not in is_eager:
+    is_eager = set(eager)
+    keys: list[str] = []  # per tensor
+    num_storages = 0
+    for position, (owner, nbytes) in enumerate(zip(owners, geometry.nbytes, strict=True)):
+        known = keys[owner] if owner != position else None if nbytes else empty.get(locations[position])
+        key = str(num_storages) if known is None else known
+        keys.append(key)
+        if known is not None:
+            continue
+        num_storages += 1
+        if nbytes:
+            entries[position in is_eager][key] = nbytes
+            if position not in is_eager:
                 lazy.append(position)
-        try:
-            pickles.append(writer.write(tensor, key.encode(), location))
-        except OverflowError:
-            return None
-    layout = Layout(skeleton.filled(pickles), storages)
-    eager_nbytes = sum(skeleton.tensors[position].nbytes for position in eager)
-    return _Structure(kinds, addresses, owners, keys, names, pickles, eager, lazy, eager_nbytes, layout)
+        else:
+            empty[locations[position]] = key
+    try:
+        pickles = TensorPickles().write(geometry, locations, skeleton.tensors, keys)
+    except OverflowError:
+        return None
+    eager_sizes = list(entries[True].values())
+    layout = Layout(skeleton.filled(pickles), entries[True], list(empty.values()), entries[False])
+    return _Structure(form, memory, owners, volatile, pickles, eager, eager_sizes, lazy, layout)
+
+
+def _locations(tensors: list[torch.Tensor], devices: list[torch.device]) -> list[str]:
+    """What torch calls the device of each tensor in a file."""
+    storages = {device: tensors[devices.index(device)].untyped_storage() for device in set(devices)}
+    tags = {device: torch.serialization.location_tag(storage) for device, storage in storages.items()}
+    return [tags[device] for device in devices]
 
 
 def _fill(structure: _Structure, skeleton: Skeleton) -> FilePlan | None:
-    tensors, names = skeleton.tensors, structure.names
-    captured = [_bytes_of(tensors[position]) for position in structure.eager]
-    lazy = [(names[position], tensors[position]) for position in structure.lazy]
-    return structure.layout.fill(skeleton.filled(structure.pickles), captured, lazy)
+    tensors, pickled = skeleton.tensors, skeleton.filled(structure.pickles)
+    names = [structure.form.names[position] for position in structure.lazy]
+    lazy = [tensors[position] for position in structure.lazy]
+    return structure.layout.fill(pickled, _captured(structure, tensors), names, lazy)
 
 
-def _bytes_of(tensor: torch.Tensor) -> bytes | bytearray:
-    nbytes = tensor.nbytes
-    return ctypes.string_at(tensor.data_ptr(), nbytes) if nbytes <= STRING_BYTES else copy_to_bytes(tensor)
+def _captured(structure: _Structure, tensors: list[torch.Tensor]) -> Sequence[bytes | bytearray]:
+    """The bytes of the eager tensors that have some of their own."""
+    if len(structure.eager) >= MIN_PIECES:
+        copies = gathered(list(map(structure.memory.addresses.__getitem__, structure.eager)), structure.eager_sizes)
+        if copies is not None:
+            return copies
+    return [copy_to_bytes(tensors[position]) for position in structure.eager]

@@ -10,7 +10,6 @@ Source: ``torch._utils._rebuild_tensor_v2`` and ``_rebuild_tensor_v3``; pickle p
 from __future__ import annotations
 
 import io
-import os
 import pickle
 import pickletools
 from collections import OrderedDict
@@ -19,16 +18,23 @@ from typing import Any
 
 import torch
 
+from datastates.formats.geometry import Geometry
 from datastates.formats.pickling import LEGACY_STORAGES, PICKLE_FAILURES, PROTOCOL, STORAGES
 
 #: Places of the memo for functions, classes and texts that the pickles of tensors share.
 _RESERVED = 96
 
-#: Stands for a tensor in the skeleton: a random number of 16 bytes as the argument of BINPERSID. Where a state should
-#: hold it, there is one mark too many, which is noticed.
-_MARK_NUMBER = int.from_bytes(os.urandom(15) + b"\x55", "little")
-_MARK = b"\x8a\x10" + _MARK_NUMBER.to_bytes(16, "little") + b"Q"
-_PLAIN = frozenset({str, int, float, bool, type(None), dict, list, tuple, bytes})
+
+def _mark() -> None:
+    """Stands in the skeleton where a tensor is; never called."""
+
+
+_ARGUMENTS = (0,)
+_IS_A_TENSOR = (_mark, _ARGUMENTS)
+
+#: How the pickler writes a call of `_mark` once it has met both parts in `_reserve`. Where a state should hold these
+#: bytes, there is one mark too many, which is noticed.
+_MARK = b"h" + bytes([_RESERVED - 3]) + b"h" + bytes([_RESERVED - 2]) + b"R"
 
 
 class Skeleton:
@@ -52,28 +58,34 @@ class Skeleton:
 
 
 class _Pickler(pickle.Pickler):
+    """Calls back for what is no plain value or container only, which is most of what it costs."""
+
     def __init__(self, buffer: io.BytesIO) -> None:
         super().__init__(buffer, protocol=PROTOCOL)
         self.tensors: list[torch.Tensor] = []
         self.is_ordinary = True
 
-    def persistent_id(self, value: object) -> int | None:
-        kind = type(value)
-        if kind in _PLAIN:
-            return None
-        if kind is torch.Tensor:
-            self.tensors.append(value)  # type: ignore[arg-type]
-            return _MARK_NUMBER
+    def reducer_override(self, value: object) -> Any:
+        if type(value) is torch.Tensor:
+            self.tensors.append(value)
+            return _IS_A_TENSOR
         if isinstance(value, (torch.Tensor, *STORAGES)):
             self.is_ordinary = False
-        return None
+        return NotImplemented
+
+    def reserve(self) -> None:
+        """Fill the first places of the memo; the last of them are for what a mark consists of, and for the whole."""
+        self.dump((*(f"reserved {place}" for place in range(_RESERVED - 3)), _mark, _ARGUMENTS))
 
 
 def skeleton_of(state: object) -> Skeleton | None:
-    """Take a state apart; None where it holds subclasses of tensors, bare storages, or what cannot be pickled."""
+    """Take a state apart; None where it holds subclasses of tensors, bare storages, or what cannot be pickled.
+
+    A tensor that the state has twice is in the skeleton once.
+    """
     buffer = io.BytesIO()
     pickler = _Pickler(buffer)
-    pickler.dump(tuple(f"reserved {place}" for place in range(_RESERVED - 1)))  # and one place for the tuple
+    pickler.reserve()
     buffer.seek(0)
     buffer.truncate()
     try:
@@ -93,24 +105,29 @@ class TensorPickles:
         self._places: dict[object, int] = {}
         self._templates: dict[tuple[Any, ...], tuple[bytes, bytes]] = {}
 
-    def write(self, tensor: torch.Tensor, key: bytes, location: str) -> bytes:
-        """The opcodes that rebuild a tensor from the storage named ``key``.
+    def write(
+        self, geometry: Geometry, locations: list[str], tensors: list[torch.Tensor], keys: list[str]
+    ) -> list[bytes]:
+        """The opcodes that rebuild each tensor from the storage that is named by its key.
 
-        To be called in the order of the skeleton: the first use of a function or class defines it for those after it.
+        All tensors of the skeleton, in its order: the first use of a function or class defines it for those after it.
 
         Raises:
             OverflowError: there are more dtypes and devices than places in the memo.
         """
-        kind = tensor.shape, tensor.stride(), tensor.dtype, location, tensor.requires_grad
-        template = self._templates.get(kind)
-        if template is None:
-            template = self._build(tensor, location)  # with the definitions of what it is the first to use
-            self._templates[kind] = self._build(tensor, location)
-        before, after = template
-        return before + b"X" + len(key).to_bytes(4, "little") + key + after
+        columns = (geometry.shapes, geometry.strides, geometry.dtypes, locations, geometry.requires_grad)
+        pickles = []
+        for kind, tensor, key in zip(zip(*columns, strict=True), tensors, keys, strict=True):
+            template = self._templates.get(kind)
+            if template is None:
+                template = self._build(tensor, kind[3])  # with the definitions of what it is the first to use
+                self._templates[kind] = self._build(tensor, kind[3])
+            before, after = template
+            pickles.append(before + _text(key) + after)
+        return pickles
 
     def _build(self, tensor: torch.Tensor, location: str) -> tuple[bytes, bytes]:
-        """What is before the key of the storage, and what is after it."""
+        """What is before the key of a tensor's storage, and what is after it."""
         legacy = LEGACY_STORAGES.get(tensor.dtype)
         has_elements = tensor.numel() > 0
         if legacy is not None:
@@ -132,6 +149,11 @@ class TensorPickles:
         if place >= _RESERVED:
             raise OverflowError(f"{shared!r} is one too many for the memo")
         return _opcodes(shared) + b"q" + bytes([place])
+
+
+def _text(value: str) -> bytes:
+    encoded = value.encode()
+    return b"X" + len(encoded).to_bytes(4, "little") + encoded
 
 
 def _opcodes(value: object) -> bytes:

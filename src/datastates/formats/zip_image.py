@@ -121,14 +121,12 @@ class SmallEntries:
         headers: local header of each; its data follows.
         descriptors: what follows the data and ``DESCRIPTOR_BEGIN`` and the CRC.
         records: what follows ``central_begin`` and the CRC in the central directory.
-        begins: where the data of each lies.
         end: where the next entry begins.
     """
 
     headers: list[bytes]
     descriptors: list[bytes]
     records: list[bytes]
-    begins: list[int]
     end: int
 
     #: What every record in the central directory begins with, up to the CRC.
@@ -136,23 +134,29 @@ class SmallEntries:
 
 
 def small_entries(names: Sequence[str], sizes: Sequence[int], begin: int, alignment: int) -> SmallEntries | None:
-    """Lay out many entries fast; None where one of them, or its offset, needs the zip64 form, or is empty."""
-    if not all(sizes) or begin + sum(sizes) + len(sizes) * (_UINT16_MAX + alignment) >= _UINT32_MAX:
+    """Lay out many entries fast; None where one of them, or its offset, needs the zip64 form, or all would be none."""
+    encoded = [name.encode() for name in names]
+    overhead = _LOCAL.size + _MIN_PADDING + alignment + DESCRIPTOR_NBYTES
+    if not encoded or begin + sum(sizes) + sum(map(len, encoded)) + overhead * len(encoded) >= _UINT32_MAX:
         return None
-    headers, descriptors, records, begins = [], [], [], []
-    flags, pack_sizes, pack_tail = _UTF8 | _HAS_DESCRIPTOR, struct.Struct("<II").pack, _CENTRAL_TAIL.pack
+    headers, descriptors, records = [], [], []
+    flags, pack_tail = _UTF8 | _HAS_DESCRIPTOR, _CENTRAL_TAIL.pack
+    around: dict[tuple[int, int], tuple[bytes, bytes]] = {}  # what is before and behind the name in a header
+    behind = {nbytes: struct.pack("<II", nbytes, nbytes) for nbytes in set(sizes)}
     position = begin
-    for name, nbytes in zip(names, sizes, strict=True):
-        encoded = name.encode()
-        length = len(encoded)
+    for name, nbytes in zip(encoded, sizes, strict=True):
+        length = len(name)
         unpadded = position + _LOCAL.size + length + _MIN_PADDING
         padding = -unpadded % alignment
-        headers.append(_local(flags, False, length, padding + _MIN_PADDING) + encoded + _padding(padding))
-        descriptors.append(pack_sizes(nbytes, nbytes))
-        records.append(pack_tail(nbytes, nbytes, length, 0, 0, 0, 0, 0, position) + encoded)
-        begins.append(unpadded + padding)
+        parts = around.get((length, padding))
+        if parts is None:
+            local = _local(flags, False, length, padding + _MIN_PADDING)
+            parts = around[length, padding] = local, _padding(padding)
+        headers.append(parts[0] + name + parts[1])
+        descriptors.append(behind[nbytes])
+        records.append(pack_tail(nbytes, nbytes, length, 0, 0, 0, 0, 0, position) + name)
         position = unpadded + padding + nbytes + DESCRIPTOR_NBYTES
-    return SmallEntries(headers, descriptors, records, begins, position)
+    return SmallEntries(headers, descriptors, records, position)
 
 
 def write_central(image: Image, entry: Entry) -> None:
