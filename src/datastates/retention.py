@@ -8,6 +8,7 @@ otherwise; never that of the file system's times, which copies and clocks falsif
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -59,7 +60,12 @@ class RetentionPolicy:
             raise ConfigError(f"keep_every is {every!r}, expected a number of steps from 1, or None")
 
     def survivors(
-        self, checkpoints: Sequence[Retained], *, latest: str | None = None, metrics: Mapping[str, float] | None = None
+        self,
+        checkpoints: Sequence[Retained],
+        *,
+        latest: str | None = None,
+        metrics: Mapping[str, float] | None = None,
+        is_ordered: bool = False,
     ) -> set[str]:
         """Tags of the checkpoints that stay; all of them are among ``checkpoints``.
 
@@ -67,8 +73,9 @@ class RetentionPolicy:
             checkpoints: the committed ones of one folder.
             latest: the tag that ``latest`` names, where there is one.
             metrics: by tag, for ``keep_best``; values that are no numbers (NaN) do not count.
+            is_ordered: they come in the order in which they were saved, the oldest first; else `in_order` says it.
         """
-        ordered = in_order(checkpoints)
+        ordered = list(checkpoints) if is_ordered else in_order(checkpoints)
         tags = list(dict.fromkeys(checkpoint.tag for checkpoint in reversed(ordered)))[::-1]  # copies count once
         kept = set(tags[-self.keep_last :]) | ({latest} if latest is not None else set()) | self.pinned
         if self.keep_every is not None:
@@ -81,6 +88,15 @@ class RetentionPolicy:
         sign = 1 if self.is_larger_better else -1
         ranked = sorted(known, key=lambda tag: sign * metrics[tag])
         return set(ranked[-self.keep_best :]) if self.keep_best else set()
+
+
+_STEP = re.compile(r"(\d+)\D*$")
+
+
+def step_of(tag: str) -> int | None:
+    """The last number in a tag, None where it has none."""
+    found = _STEP.search(tag)
+    return int(found[1]) if found else None
 
 
 def in_order(checkpoints: Sequence[Checkpoint]) -> list[Checkpoint]:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from torch import distributed
-
-from datastates.errors import DataStatesError
+from datastates.ranks import Ranks
 from datastates.saver import open_savers
 
 Value = TypeVar("Value")
@@ -21,8 +19,7 @@ def settle() -> None:
 
 def barrier() -> None:
     """Block until all ranks are here, where there are several."""
-    if distributed.is_initialized() and distributed.get_world_size() > 1:
-        distributed.barrier()
+    Ranks().barrier()
 
 
 def agreed(compute: Callable[[], Value]) -> Value:
@@ -31,15 +28,4 @@ def agreed(compute: Callable[[], Value]) -> Value:
     Raises:
         DataStatesError, OSError: what was raised there, on all of them.
     """
-    is_alone = not distributed.is_initialized() or distributed.get_world_size() == 1
-    found: list[Any] = [None, None]
-    if is_alone or distributed.get_rank() == 0:
-        try:
-            found[0] = compute()
-        except (DataStatesError, OSError) as error:
-            found[1] = error
-    if not is_alone:
-        distributed.broadcast_object_list(found, src=0)
-    if found[1] is not None:
-        raise found[1]
-    return found[0]  # type: ignore[no-any-return]
+    return Ranks().agree(compute)

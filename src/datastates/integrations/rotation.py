@@ -15,18 +15,17 @@ the order of the saves. So no rank's flusher works in a folder that is deleted h
 from __future__ import annotations
 
 import atexit
-import concurrent.futures
 import logging
 import os
 import threading
+from collections.abc import Collection
+from dataclasses import dataclass
 
-from datastates.deadline import Deadline
+from datastates.deletions import Deletions, is_inside
 from datastates.directories import fsync_directory
-from datastates.errors import DataStatesError, WaitTimeoutError
-from datastates.flusher.work import CommitResult
+from datastates.errors import DataStatesError
 from datastates.integrations.series import Series, is_complete
 from datastates.removal import finish_removals, remove_folder
-from datastates.saver import open_savers
 from datastates.system_calls import fsync, patiently, storage_errors
 
 logger = logging.getLogger(__name__)
@@ -39,12 +38,10 @@ class Rotation:
     """Deletes on a thread of its own, which lives while saves are in flight. Thread safe."""
 
     def __init__(self) -> None:
+        self._deletions = Deletions("datastates-rotation")
         self._lock = threading.Lock()  # protects the fields below
-        self._wanted: dict[str, Series] = {}
         self._asked: dict[str, Series] = {}
         self._saved: dict[str, int] = {}  # folders that this process has saved to, by order
-        self._thread: threading.Thread | None = None
-        self._deleting = threading.Lock()  # one deletes at a time
 
     def note_saved(self, folder: str) -> None:
         """A checkpoint has been saved to this folder, or is in flight: it is younger than all others."""
@@ -74,14 +71,8 @@ class Rotation:
         A later wish for the same folder takes the place of an earlier one.
         """
         with self._lock:
-            self._wanted[series.folder] = self._asked[series.folder] = series
-            if self._thread is not None:
-                return
-            if _in_flight():
-                self._thread = threading.Thread(target=self._work, name="datastates-rotation", daemon=True)
-                self._thread.start()
-                return
-        self._fulfil()
+            self._asked[series.folder] = series
+        self._deletions.ask(_Excess(self, series))
 
     def finish(self, timeout: float | None = None) -> None:
         """Wait until the saves in flight have settled and all wishes are fulfilled.
@@ -89,53 +80,15 @@ class Rotation:
         Raises:
             WaitTimeoutError: not within ``timeout`` seconds.
         """
-        deadline = Deadline(timeout)
+        self._deletions.finish(timeout)
+
+    def rotate(self, series: Series, busy: Collection[str]) -> None:
+        """Delete what is too many among the checkpoints that have settled: all but the busy ones."""
         with self._lock:
-            thread = self._thread
-        for saver in open_savers() if thread is not None else ():
-            saver.settle(deadline.left())
-        if thread is not None:
-            thread.join(deadline.left())
-            if thread.is_alive():
-                raise WaitTimeoutError(f"old checkpoints are not deleted within {timeout} s")
-
-    def _work(self) -> None:
-        """The thread: until nothing is in flight and every wish is fulfilled."""
-        try:
-            is_done = False
-            while not is_done:
-                futures = [future for _, future in _in_flight()]
-                concurrent.futures.wait(futures, return_when=concurrent.futures.FIRST_COMPLETED)
-                self._fulfil()
-                with self._lock:
-                    is_done = not self._wanted and not _in_flight()
-                    if is_done:
-                        self._thread = None
-        except Exception:  # the top of a thread: the next wish starts another one
-            logger.exception("old checkpoints stay: their deletion has failed by a defect")
-            with self._lock:
-                self._thread = None
-
-    def _fulfil(self) -> None:
-        with self._deleting:
-            with self._lock:
-                wanted, order = list(self._wanted.values()), dict(self._saved)
-            for series in wanted:
-                was_busy = _is_busy(series.folder)  # what settles from here on needs another look
-                try:
-                    self._rotate(series, order)
-                except (DataStatesError, OSError) as error:
-                    logger.warning("%s: old checkpoints stay, they cannot be deleted: %s", series.folder, error)
-                with self._lock:
-                    if not was_busy and self._wanted.get(series.folder) is series:
-                        del self._wanted[series.folder]
-
-    def _rotate(self, series: Series, order: dict[str, int]) -> None:
-        """Delete what is too many among the checkpoints that have settled."""
-        busy = [path for path, _ in _in_flight()]
+            order = dict(self._saved)
         numbers = series.numbers()
         ranked = sorted(numbers, key=lambda path: (order.get(path, 0), numbers[path]))
-        settled = [path for path in ranked if not any(_is_inside(other, path) for other in busy)]
+        settled = [path for path in ranked if not any(is_inside(other, path) for other in busy)]
         complete = [path for path in settled if is_complete(path)]
         if numbers:
             finish_removals(series.folder)
@@ -153,6 +106,21 @@ class Rotation:
         for path in doomed:
             logger.info("%s: deleted, %s is complete", path, youngest)
             remove_folder(path)
+
+
+@dataclass(frozen=True)
+class _Excess:
+    """The checkpoints of a series that are too many; see `deletions.Deletion`."""
+
+    rotation: Rotation
+    series: Series
+
+    @property
+    def folder(self) -> str:
+        return self.series.folder
+
+    def delete(self, busy: Collection[str]) -> None:
+        self.rotation.rotate(self.series, busy)
 
 
 def set_aside(path: str) -> str:
@@ -175,19 +143,6 @@ def set_aside(path: str) -> str:
         patiently(os.rename, path, target)
         fsync_directory(parent)
     return target
-
-
-def _in_flight() -> list[tuple[str, concurrent.futures.Future[CommitResult]]]:
-    """Path and future of every save of this process that has not settled."""
-    return [(attempt.path, attempt.committed) for saver in open_savers() for attempt in saver.unsettled]
-
-
-def _is_busy(folder: str) -> bool:
-    return any(_is_inside(path, folder) for path, _ in _in_flight())
-
-
-def _is_inside(path: str, folder: str) -> bool:
-    return path == folder or path.startswith(folder + os.sep)
 
 
 def _make_durable(folder: str) -> None:
