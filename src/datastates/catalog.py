@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -20,9 +19,13 @@ from datastates.manifest import (
     read_latest,
     read_manifest,
 )
+from datastates.node_parts import NodePart
+from datastates.retention import step_of
 from datastates.system_calls import patiently, storage_errors
+from datastates.tier_settings import TierSettings, is_url
+from datastates.tiers.store import open_store
+from datastates.whole_records import doubt
 
-_STEP = re.compile(r"(\d+)\D*$")
 _RANKS_SHOWN = 8
 
 
@@ -38,9 +41,10 @@ class CheckpointRecord:
         created_at: Unix time of the commit; of the youngest sign of life where there is none.
         world_size: number of ranks, None where no rank has left a record.
         file_nbytes: sizes of the files by name, as far as they are known.
-        is_committed: all ranks' parts were there once.
+        is_committed: all ranks' parts were there once; of a node's part: those of the ranks on the node.
         problem: why it is not complete, or what is missing or damaged; empty when names and sizes are right.
         is_latest: ``latest`` names it.
+        part: of which node it is the part, None for all of a checkpoint.
     """
 
     path: str
@@ -53,6 +57,7 @@ class CheckpointRecord:
     is_committed: bool = False
     problem: str = ""
     is_latest: bool = False
+    part: NodePart | None = None
 
     @property
     def is_complete(self) -> bool:
@@ -62,13 +67,19 @@ class CheckpointRecord:
 def list_checkpoints(directory: str | os.PathLike[str]) -> list[CheckpointRecord]:
     """The checkpoints of this package directly below a folder, the oldest first; the folder itself if it is one.
 
+    Of the URL of a place in an object store (``s3://bucket/prefix``): those that are committed there, as their records
+    say; the credentials are taken from the environment.
+
     Reads records and sizes only, changes nothing, and takes what another process is just saving for incomplete. What
     another process removes meanwhile is left out.
 
     Raises:
         CheckpointNotFoundError: there is no such folder.
         StorageError: it cannot be read.
+        ConfigError: it is a URL that cannot be, or the library for object stores is missing.
     """
+    if is_url(os.fspath(directory)):
+        return _in_store(TierSettings(os.fspath(directory)))
     directory = os.path.abspath(os.fspath(directory))
     if has_attempts(directory):
         record = _described(directory, read_latest(os.path.dirname(directory)))
@@ -85,6 +96,27 @@ def list_checkpoints(directory: str | os.PathLike[str]) -> list[CheckpointRecord
     latest = read_latest(directory)
     folders = [folder for name in names if has_attempts(folder := os.path.join(directory, name))]
     found = [record for folder in folders if (record := _described(folder, latest)) is not None]
+    return sorted(found, key=lambda one: (one.created_at, one.step or -1))
+
+
+def _in_store(tier: TierSettings) -> list[CheckpointRecord]:
+    store = open_store(tier, lambda _: None)
+    latest = store.latest("")
+    found = [
+        CheckpointRecord(
+            f"{tier.path}/{one.name}",
+            one.tag,
+            one.step,
+            one.nbytes,
+            one.created_at,
+            one.record.world_size,
+            one.record.file_nbytes,
+            True,
+            "",
+            latest in (one.tag, one.name),
+        )
+        for one in store.committed("")
+    ]
     return sorted(found, key=lambda one: (one.created_at, one.step or -1))
 
 
@@ -113,14 +145,15 @@ def _describe(directory: str, latest: str | None) -> CheckpointRecord:
     return CheckpointRecord(
         directory,
         record.tag or name,
-        _step(record.tag or name),
+        step_of(record.tag or name),
         record.nbytes,
         record.committed_at,
         record.world_size,
         record.file_nbytes,
         True,
-        f"{problems[0].message}: {problems[0].path}{more}" if problems else "",
+        f"{problems[0].message}: {problems[0].path}{more}" if problems else doubt(directory, record),
         latest in (record.tag, name),
+        record.node,
     )
 
 
@@ -137,7 +170,7 @@ def _incomplete(directory: str, latest: str | None, problem: str) -> CheckpointR
     return CheckpointRecord(
         directory,
         tag,
-        _step(tag),
+        step_of(tag),
         sum(files.values()),
         written_at,
         manifests[0].world_size if manifests else None,
@@ -179,13 +212,10 @@ def _missing(directory: str, attempt: str, manifests: list[Manifest]) -> str:
     if not manifests:
         return "not committed: no rank has finished its part"
     there = {one.rank for one in manifests}
-    missing = [rank for rank in range(manifests[0].world_size) if rank not in there]
+    expected = manifests[0].ranks
+    missing = [rank for rank in expected if rank not in there]
     if not missing:
         return "not committed: all ranks have finished, the commit was cut or is under way; loading completes it"
     shown = ", ".join(map(str, missing[:_RANKS_SHOWN])) + (", …" if len(missing) > _RANKS_SHOWN else "")
-    return f"not committed: of {manifests[0].world_size} ranks the parts of {len(missing)} are missing: {shown}"
-
-
-def _step(tag: str) -> int | None:
-    found = _STEP.search(tag)
-    return int(found[1]) if found else None
+    node = "" if manifests[0].node is None else f" on {manifests[0].node.described(manifests[0].node.index)}"
+    return f"not committed: of {len(expected)} ranks{node} the parts of {len(missing)} are missing: {shown}"

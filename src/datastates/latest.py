@@ -5,15 +5,18 @@ from __future__ import annotations
 import fnmatch
 import logging
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from datastates import recovery
 from datastates.catalog import CheckpointRecord, list_checkpoints
-from datastates.errors import CheckpointNotFoundError, CorruptCheckpointError, MismatchError, StorageError
+from datastates.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError, MismatchError, StorageError
 from datastates.fqns import listed, near
 from datastates.reader import MapLocation, load
+from datastates.tier_settings import TierLike, TierSettings, is_url, read_tiers
+from datastates.tiers.fetching import fetch, placed_in
+from datastates.tiers.first_tier import Placed
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +41,7 @@ class LoadedCheckpoint:
 
 
 def load_latest(
-    directory: str | os.PathLike[str],
+    directory: str | os.PathLike[str] | Sequence[TierLike],
     names: str | Iterable[str] | None = None,
     map_location: MapLocation = None,
     *,
@@ -51,7 +54,9 @@ def load_latest(
     and stands in `LoadedCheckpoint.skipped`. A commit that a crash has cut is completed first.
 
     Args:
-        directory: the folder of the checkpoints.
+        directory: the folder of the checkpoints; or several tiers, the nearest first, of which the first is a folder:
+            then the newest of all of them is loaded, from the nearest that has it whole. What is in an object store
+            is brought to the first tier before, compared with its checksums (`tiers.fetching.fetch`).
         names: of the files to load, as names relative to the checkpoint's folder or as patterns
             (``"mp_rank_00*"``); None: all.
         map_location: as for `reader.load`.
@@ -63,12 +68,15 @@ def load_latest(
             there are damaged ones: a fresh start would be a loss then.
         MismatchError: the newest complete checkpoint has no file of such a name.
         ForeignObjectError: as from `reader.load`.
-        StorageError: the folder cannot be read.
+        StorageError: the folder cannot be read. Of several tiers one that cannot be read is skipped.
+        ConfigError: a tier cannot be one.
     """
     skipped: dict[str, str] = {}
+    tried: set[str] = set()
     is_damaged = False
-    for found in _newest_first(os.fspath(directory), missing_ok):
-        record, problem = _completed(found)
+    for candidate in _newest_first(directory, missing_ok, skipped):
+        record, problem = candidate.bring(distrusted=tried)
+        tried.add(record.path)
         if not problem:
             try:
                 files = {
@@ -79,20 +87,87 @@ def load_latest(
             except (CorruptCheckpointError, StorageError, FileNotFoundError) as error:
                 problem, is_damaged = str(error), True
         is_damaged |= record.is_committed
-        skipped[record.tag] = problem
+        skipped[record.tag] = f"{skipped[record.tag]}; {problem}" if record.tag in skipped else problem
         logger.warning("checkpoint %s is not loaded: %s", record.path, problem)
     if missing_ok and not is_damaged:
         return None
     what = "; ".join(f"{tag}: {problem}" for tag, problem in skipped.items()) or "there are no checkpoints at all"
-    raise CheckpointNotFoundError(f"{os.fspath(directory)} holds no complete checkpoint: {what}")
+    where = os.fspath(directory) if isinstance(directory, (str, os.PathLike)) else "no tier"
+    raise CheckpointNotFoundError(f"{where} holds no complete checkpoint: {what}")
 
 
-def _newest_first(directory: str, missing_ok: bool) -> Iterator[CheckpointRecord]:
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """A checkpoint that may be loaded: a folder, or one of a tier that has to be brought to a folder first."""
+
+    record: CheckpointRecord
+    tier: TierSettings | None = None
+    name: str = ""
+
+    def bring(self, distrusted: set[str]) -> tuple[CheckpointRecord, str]:
+        """The checkpoint in its folder, and what is wrong with it.
+
+        Args:
+            distrusted: folders of which the content could not be loaded.
+        """
+        if self.tier is None:
+            return _completed(self.record)
+        path = self.record.path
+        try:
+            fetch(self.tier, self.name, path, again=path in distrusted)
+            record = list_checkpoints(path)[0]
+        except (CheckpointNotFoundError, CorruptCheckpointError, StorageError) as error:
+            return self.record, f"not fetched from {self.tier.path}: {error}"
+        return record, record.problem
+
+
+def _newest_first(
+    directory: str | os.PathLike[str] | Sequence[TierLike], missing_ok: bool, skipped: dict[str, str]
+) -> list[_Candidate]:
+    """What may be loaded, the newest first, and of the same age the nearest. Unreadable tiers go to skipped."""
+    if isinstance(directory, (str, os.PathLike)):
+        if is_url(os.fspath(directory)):
+            message = f"{os.fspath(directory)} is loaded by way of a folder: name both, load_latest([folder, URL])"
+            raise ConfigError(message)
+        return [_Candidate(record) for record in reversed(_listed(os.fspath(directory), missing_ok))]
+    tiers = read_tiers(directory)
+    found: list[tuple[float, int, _Candidate]] = []
+    for distance, tier in enumerate(tiers):
+        try:
+            if tier.is_object_store:
+                here = [_Candidate(_expected(tiers[0].path, one), tier, one.name) for one in placed_in(tier)]
+            else:
+                here = [_Candidate(record) for record in _listed(tier.path, missing_ok=True)]
+        except StorageError as error:
+            logger.warning("tier %s cannot be read: %s", tier.path, error)
+            skipped[tier.path] = str(error)
+            continue
+        found += [(-one.record.created_at, distance, one) for one in here]
+    return [candidate for _, _, candidate in sorted(found, key=lambda entry: entry[:2])]
+
+
+def _listed(directory: str, missing_ok: bool) -> list[CheckpointRecord]:
     try:
-        yield from reversed(list_checkpoints(directory))
+        return list_checkpoints(directory)
     except CheckpointNotFoundError:
         if not missing_ok:
             raise
+        return []
+
+
+def _expected(root: str, placed: Placed) -> CheckpointRecord:
+    """What a checkpoint of a tier will be once it is fetched."""
+    record = placed.record
+    return CheckpointRecord(
+        os.path.join(root, placed.name),
+        placed.tag,
+        placed.step,
+        placed.nbytes,
+        placed.created_at,
+        record.world_size,
+        record.file_nbytes,
+        True,
+    )
 
 
 def _completed(record: CheckpointRecord) -> tuple[CheckpointRecord, str]:

@@ -37,7 +37,8 @@ def command(directory: str, as_json: bool) -> None:
 
 def _row(record: CheckpointRecord, directory: str) -> list[str | Text]:
     problem = record.problem.replace(record.path + os.sep, "")  # the row names the checkpoint
-    state = Text(problem, style="red") if problem else Text("complete", style="green")
+    complete = f"complete, {record.part}" if record.part else "complete"
+    state = Text(problem, style="red") if problem else Text(complete, style="green")
     return [
         "*" if record.is_latest else "",
         "-" if record.step is None else str(record.step),
@@ -61,4 +62,5 @@ def _plain(record: CheckpointRecord) -> dict[str, Any]:
         "is_committed": record.is_committed,
         "is_complete": record.is_complete,
         "problem": record.problem,
+        "part": None if record.part is None else str(record.part),
     }

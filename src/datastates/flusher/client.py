@@ -23,8 +23,10 @@ from datastates.flusher.protocol import (
 from datastates.flusher.supervisor import Supervisor
 from datastates.flusher.work import Attempt, CommitResult, FlushFile, running_future
 from datastates.life_cycle import LifeCycle
+from datastates.node_parts import NodePart
 from datastates.partial_names import is_attempt
 from datastates.plan import SEAL_NBYTES, Seal
+from datastates.tier_settings import TierSettings
 
 __all__ = ["CommitResult", "FlushFile", "FlusherClient"]
 
@@ -51,6 +53,9 @@ class FlusherClient:
         num_writers: int = 3,
         commit_timeout_seconds: float = 600.0,
         grace_seconds: float = 30.0,
+        tiers: tuple[TierSettings, ...] = (),
+        carry_timeout_seconds: float = 600.0,
+        node: NodePart | None = None,
         command: tuple[str, ...] = launch.COMMAND,
     ) -> None:
         """Start the process; does not wait until it works.
@@ -61,10 +66,14 @@ class FlusherClient:
             rank: this process's rank, from 0.
             world_size: ranks that take part in every checkpoint.
             on_slab_free: called with a slab's offset when its memory may be used again; must be quick.
-            events: receives the records ``flush``, ``durable``, ``committed`` and ``failed``.
+            events: receives ``flush``, ``durable``, ``committed``, ``failed``, ``carried``, ``carry_failed``.
             num_writers: writes in flight.
             commit_timeout_seconds: how long a rank whose part is durable waits for the others.
             grace_seconds: how long the process goes on after SIGTERM.
+            tiers: where the process carries checkpoints to; the first one is where they are saved.
+            carry_timeout_seconds: how long it goes on with that after `close`, or after the trainer's end.
+            node: what this rank's node saves of each checkpoint: what is called committed is that part then. None: the
+                ranks share the directory.
             command: how the process is started.
 
         Raises:
@@ -84,6 +93,9 @@ class FlusherClient:
             num_writers,
             commit_timeout_seconds,
             grace_seconds,
+            tiers,
+            carry_timeout_seconds,
+            node,
         )
         self._ledger = Ledger(rank, on_slab_free, events)
         self._supervisor = Supervisor(settings, command, self._ledger)
@@ -270,5 +282,6 @@ def _check_file(path: str, nbytes: int, slab_bytes: int, seals: Sequence[Seal]) 
     if nbytes < 0 or slab_bytes <= 0 or slab_bytes % DIRECT_IO_BYTES:
         raise ValueError(f"{path}: {nbytes} bytes in slabs of {slab_bytes}, expected a multiple of {DIRECT_IO_BYTES}")
     for seal in seals:
-        if not 0 <= seal.begin <= seal.end <= seal.offset <= nbytes - SEAL_NBYTES:
+        offset, begin, end = seal
+        if not 0 <= begin <= end <= offset <= nbytes - SEAL_NBYTES:
             raise ValueError(f"{path}: {seal} does not lie behind its range and inside of {nbytes} bytes")

@@ -33,6 +33,7 @@ from datastates.manifest import (
     read_causes,
     write_causes,
 )
+from datastates.node_parts import NodePart
 from datastates.recent_names import RecentNames
 from datastates.recovery import remove_superseded
 from datastates.storage import write_atomically
@@ -50,17 +51,21 @@ class Committer:
         self,
         send: Callable[[Answer], bool],
         on_idle: Callable[[], None],
+        on_committed: Callable[[str], None],
         *,
         rank: int,
         world_size: int,
         commit_timeout_seconds: float,
+        node: NodePart | None = None,
     ) -> None:
         self._send = send
         self._on_idle = on_idle
+        self._on_committed = on_committed
         self._rank = rank
-        self._world_size = world_size
         self._patience = Patience(commit_timeout_seconds)
-        self._meeting_point = MeetingPoint(rank, world_size)
+        self._meeting_point = MeetingPoint(rank, world_size, node)
+        self._ranks = self._meeting_point.ranks
+        self._is_first = self._meeting_point.is_first  # where the ranks share a directory: rank 0
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._attempts: dict[str, Attempt] = {}
         self._settled = RecentNames()
@@ -153,8 +158,8 @@ class Committer:
         self._patience.abandon()
         for attempt in list(self._attempts.values()):
             incomplete = [file for file in attempt.files if not file.is_received]
-            if everything and attempt.deadline is not None and self._rank != 0:
-                self._end(attempt, Failure(f"{cause} before rank 0 had committed"), {})
+            if everything and attempt.deadline is not None and not self._is_first:
+                self._end(attempt, Failure(f"{cause} before rank {self._ranks[0]} had committed"), {})
             elif attempt.request is None or everything:
                 self._abort(attempt, cause, "")
             for file in incomplete:
@@ -209,7 +214,7 @@ class Committer:
         if causes is not None:
             self._fail(attempt, Failure(text_of(causes)), causes)
             return
-        causes = None if self._rank == 0 else read_causes(attempt.directory, attempt.name, UNFINISHED_NAME)
+        causes = None if self._is_first else read_causes(attempt.directory, attempt.name, UNFINISHED_NAME)
         if causes is not None:
             self._end(attempt, Failure(text_of(causes)), causes)
             return
@@ -220,17 +225,19 @@ class Committer:
             message = f"{attempt.directory} was removed before this rank had seen it committed"
             self._end(attempt, Failure(message, errno.ENOENT, attempt.directory), {})
             return
-        if self._rank == 0:
+        first = {self._ranks[0]}
+        if self._is_first:
             self._decide(attempt, request)
-        elif self._patience.has_ended(attempt.deadline, {0}) or self._patience.is_forsaken:
-            message = f"rank 0 has not committed {attempt.directory} within {self._patience.seconds({0}):g} s"
-            self._patience.give_up({0})
-            self._end(attempt, Failure(message), {0: message})  # it still may: the files stay
+        elif self._patience.has_ended(attempt.deadline, first) or self._patience.is_forsaken:
+            seconds = self._patience.seconds(first)
+            message = f"rank {self._ranks[0]} has not committed {attempt.directory} within {seconds:g} s"
+            self._patience.give_up(first)
+            self._end(attempt, Failure(message), {self._ranks[0]: message})  # it still may: the files stay
 
     def _decide(self, attempt: Attempt, request: Commit) -> None:
-        """Rank 0: commit when all ranks are there, give up when one has failed or the time is over."""
+        """The first rank: commit when all ranks are there, give up when one has failed or the time is over."""
         causes = self._meeting_point.collect(attempt)
-        missing = {rank for rank in range(self._world_size) if rank not in attempt.manifests}
+        missing = {rank for rank in self._ranks if rank not in attempt.manifests}
         if not causes and missing and self._patience.has_ended(attempt.deadline, missing):
             limit = f"not durable within {self._patience.seconds(missing):g} s"
             causes = {rank: limit + last_seen(attempt.directory, attempt.name, rank) for rank in sorted(missing)}
@@ -246,7 +253,7 @@ class Committer:
             self._commit(attempt, request)
 
     def _commit(self, attempt: Attempt, request: Commit) -> None:
-        manifests = [attempt.manifests[rank] for rank in range(self._world_size)]
+        manifests = [attempt.manifests[rank] for rank in self._ranks]
         try:
             record = roll_forward(attempt.directory, manifests, request.tag)
         except OSError as error:
@@ -255,8 +262,8 @@ class Committer:
         self._announce(attempt, request, record)
 
     def _announce(self, attempt: Attempt, request: Commit, record: CommitRecord) -> None:
-        """The checkpoint is committed. Rank 0 moves ``latest`` to it and removes what it replaces."""
-        if self._rank == 0:
+        """The checkpoint is committed. The first rank moves ``latest`` to it and removes what it replaces."""
+        if self._is_first:
             pointer = os.path.join(os.path.dirname(attempt.directory), LATEST_NAME)
             try:
                 with storage_errors("commit", attempt.directory):  # who renamed the record may have failed in this
@@ -266,11 +273,12 @@ class Committer:
             except StorageError as error:
                 self._fail_or_retry(attempt, failure_from(error, attempt))
                 return
-        if self._rank == 0:
+        if self._is_first:
             try:
                 remove_superseded(attempt.directory, attempt.name)
             except OSError as error:
                 self._warn(f"leftovers in {attempt.directory} stay: {error}")
+        self._on_committed(attempt.directory)
         self._settle(attempt, record.nbytes, record.num_files)
 
     def _fail_or_retry(self, attempt: Attempt, failure: Failure) -> None:
@@ -286,9 +294,9 @@ class Committer:
         if attempt.num_failures < _TRIES:
             return
         text = shortened(failure.message)
-        if self._rank == 0:
+        if self._is_first:
             try:
-                write_causes(attempt.directory, attempt.name, UNFINISHED_NAME, {0: text})
+                write_causes(attempt.directory, attempt.name, UNFINISHED_NAME, {self._rank: text})
             except StorageError as error:
                 text += f"; the other ranks could not be told: {error}"
         self._end(attempt, Failure(text, failure.errno, failure.path), {})

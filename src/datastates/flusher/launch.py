@@ -9,6 +9,9 @@ import subprocess
 import sys
 from dataclasses import asdict, dataclass, replace
 
+from datastates.node_parts import NodePart
+from datastates.tier_settings import TierSettings
+
 _SAFE_PATH = ("-P",) if sys.version_info >= (3, 11) else ()  # else the working directory, "/", is searched
 COMMAND: tuple[str, ...] = (sys.executable, *_SAFE_PATH, "-m", "datastates.flusher")
 """How the process is started; its `Settings` follow as one argument."""
@@ -22,6 +25,9 @@ class Settings:
         socket_fd: its end of the socket.
         cache_fd: the host cache.
         trainer_fd: pidfd of the trainer, -1 where the kernel has none (before Linux 5.3).
+        tiers: where checkpoints are carried to, the directory that they are saved in first.
+        carry_timeout_seconds: how long that goes on when the trainer is gone.
+        node: what this rank's node saves of each checkpoint, None where all ranks share the directory.
     """
 
     socket_fd: int
@@ -34,13 +40,20 @@ class Settings:
     num_writers: int
     commit_timeout_seconds: float
     grace_seconds: float
+    tiers: tuple[TierSettings, ...] = ()
+    carry_timeout_seconds: float = 0.0
+    node: NodePart | None = None
 
     def to_argument(self) -> str:
-        return json.dumps(asdict(self))
+        node = None if self.node is None else self.node.to_fields()
+        return json.dumps(asdict(self) | {"node": node})
 
     @classmethod
     def from_argument(cls, argument: str) -> Settings:
-        return cls(**json.loads(argument))
+        fields = json.loads(argument)
+        tiers = tuple(TierSettings(**tier) for tier in fields["tiers"])
+        node = None if fields["node"] is None else NodePart.from_fields(fields["node"])
+        return cls(**fields | {"tiers": tiers, "node": node})
 
 
 def with_socket(settings: Settings, socket_fd: int) -> Settings:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 
@@ -9,6 +10,8 @@ from datastates.errors import ClosedError, CommitError, FlusherDiedError, Protoc
 from datastates.events import EventLog, now
 from datastates.flusher.protocol import (
     AttemptFailed,
+    Carried,
+    CarryFailed,
     Dropped,
     Durable,
     FileFailed,
@@ -19,9 +22,12 @@ from datastates.flusher.protocol import (
     Request,
     Settled,
     Written,
+    WrittenSlab,
 )
 from datastates.flusher.work import Attempt, FlushFile
 from datastates.recent_names import RecentNames
+
+logger = logging.getLogger(__name__)
 
 PREFAULT_BYTES = 64 << 20
 """Per call, so that a large cache does not keep a lock of the kernel for seconds."""
@@ -85,7 +91,10 @@ class Ledger:
     def take(self, message: Message) -> None:
         """Note an answer. Raises ProtocolError when it does not fit to what was asked."""
         self.has_progress = True
-        if isinstance(message, (Written, Dropped)):
+        if isinstance(message, Written):
+            for slab in message.slabs:
+                self._take_slab(slab)
+        elif isinstance(message, Dropped):
             self._take_slab(message)
         elif isinstance(message, Durable):
             self._take_durable(self._file(message.file))
@@ -102,6 +111,8 @@ class Ledger:
                 self._deferred.append(lambda future=future: future.set_result(None))  # type: ignore[misc]
         elif isinstance(message, PrefaultFailed):
             self._fail_prefaults(StorageError(message.message, message.errno, rank=self._rank))
+        elif isinstance(message, (Carried, CarryFailed)):
+            self._note_carried(message)
         else:
             raise ProtocolError(f"a {type(message).__name__} came from the flusher")
 
@@ -146,13 +157,13 @@ class Ledger:
         except KeyError:
             raise ProtocolError(f"an answer about file {number}, which is not in flight") from None
 
-    def _take_slab(self, message: Written | Dropped) -> None:
+    def _take_slab(self, message: WrittenSlab | Dropped) -> None:
         file = self._file(message.file)
         slab = file.unwritten.pop(message.index, None)
         if slab is None or slab.cache_offset != message.cache_offset:
             raise ProtocolError(f"{file.path}: an answer about slab {message.index}, which was not sent")
         self.free(slab.cache_offset)
-        if isinstance(message, Written):
+        if isinstance(message, WrittenSlab):
             file.crcs[message.index] = message.crc32
             fields = {"attempt": file.attempt, "path": file.path, "index": message.index, "nbytes": slab.nbytes}
             self._deferred.append(lambda: self._events.record("flush", message.begin, message.end, **fields))
@@ -198,6 +209,18 @@ class Ledger:
         attempt.is_told = attempt.num_unanswered == 0
         if attempt.is_told and attempt.request is not None:
             self.end(attempt)
+
+    def _note_carried(self, message: Carried | CarryFailed) -> None:
+        fields: dict[str, object] = {"attempt": message.attempt, "path": message.path, "tier": message.tier}
+        if isinstance(message, Carried):
+            event, fields = "carried", fields | {"nbytes": message.nbytes}
+            seconds = message.end - message.begin
+            logger.info("%s is in %s: %.2f GiB in %.1f s", message.path, message.tier, message.nbytes / 2**30, seconds)
+        else:
+            event, fields = "carry_failed", fields | {"error": message.message, "is_final": message.is_final}
+            again = "it is not tried again" if message.is_final else "it is tried again"
+            logger.warning("%s is not carried to %s, %s: %s", message.path, message.tier, again, message.message)
+        self._deferred.append(lambda: self._events.record(event, message.begin, message.end, **fields))
 
     def _known(self, name: str) -> Attempt:
         try:

@@ -28,8 +28,11 @@ from datastates.flusher.protocol import (
     Abort,
     Acknowledged,
     Answer,
+    Carried,
+    CarryFailed,
     Close,
     Commit,
+    Finished,
     FlushSlab,
     Message,
     OpenFile,
@@ -40,8 +43,11 @@ from datastates.flusher.protocol import (
     SealTable,
     decode,
     encode,
+    shortened,
 )
 from datastates.flusher.writer import WritePipeline
+from datastates.tiers.carrier import Note, Step
+from datastates.tiers.carriers import Carriers
 
 EXIT_DONE = 0
 EXIT_LOST = 1
@@ -51,6 +57,7 @@ EXIT_BROKEN = 70
 _ABANDON_SECONDS = 5.0  # to remove partial files and tell the trainer, once the grace time is over
 _PARENT_POLL_SECONDS = 1.0  # only where there is no pidfd
 _STACK_BYTES = 256 * 1024  # per thread: nothing here recurses
+_CARRIER_STACK_BYTES = 8 << 20  # the library for object stores runs on it
 
 
 class Channel:
@@ -100,15 +107,27 @@ class FlusherProcess:
         self._is_ending = False
         self._grace_end: float | None = None
         self._abandon_end: float | None = None
+        self._carry_end: float | None = None
+        self._carriers = Carriers(
+            settings.tiers,
+            rank=settings.rank,
+            world_size=settings.world_size,
+            patience_seconds=settings.commit_timeout_seconds,
+            tell=self._tell,
+            on_idle=self._wake,
+        )
         self._committer = Committer(
             self._channel.send,
             self._wake,
+            self._carriers.on_committed,
             rank=settings.rank,
             world_size=settings.world_size,
             commit_timeout_seconds=settings.commit_timeout_seconds,
+            node=settings.node,
         )
+        self._memory = mmap.mmap(settings.cache_fd, settings.cache_nbytes)
         self._pipeline = WritePipeline(
-            mmap.mmap(settings.cache_fd, settings.cache_nbytes),
+            self._memory,
             self._channel.send,
             self._committer.on_file_end,
             self._wake,
@@ -116,6 +135,7 @@ class FlusherProcess:
             settings.num_writers,
         )
         _spawn("committer", lambda: self._committer.run(self._pipeline))
+        self._carriers.start(_spawn_carrier)
 
     def run(self) -> int:
         """Work until the trainer is gone and nothing is left to do. Returns the exit status."""
@@ -148,13 +168,38 @@ class FlusherProcess:
         if self._abandon_end is not None and time.monotonic() > self._abandon_end:
             return EXIT_LOST
         if (self._is_ending or self._grace_end is not None) and self._committer.is_idle and self._pipeline.is_idle:
+            if self._is_carrying():
+                return None
             return EXIT_LOST if self._committer.num_lost else EXIT_DONE
         return None
 
+    def _is_carrying(self) -> bool:
+        """All else is done: whether to go on for the sake of further tiers. What is left then is for the next start."""
+        if self._carriers.is_idle:
+            return False
+        if self._carry_end is None:
+            self._carry_end = time.monotonic() + self._settings.carry_timeout_seconds
+            self._memory.madvise(mmap.MADV_REMOVE)  # nobody reads the host cache any more: its memory goes back
+            self._channel.send(Finished())
+        return time.monotonic() < self._carry_end
+
+    def _tell(self, note: Note) -> None:
+        """Pass on what became of carrying a checkpoint; where nobody is left to be told, failures go to stderr."""
+        times = (note.begin, note.end)
+        if note.step is Step.CARRIED:
+            self._channel.send(Carried(note.attempt, note.path, note.tier, note.nbytes, *times))
+            return
+        is_final = note.step is Step.GIVEN_UP
+        message = shortened(note.error)
+        if not self._channel.send(CarryFailed(note.attempt, note.path, note.tier, message, *times, is_final)):
+            sys.stderr.write(f"datastates flusher, rank {self._settings.rank}: {note.path} to {note.tier}: {message}\n")
+            sys.stderr.flush()
+
     def _poll_timeout(self) -> float | None:
         """Milliseconds until something has to be looked at without being told."""
-        limits = [end for end in (self._grace_end, self._abandon_end) if end is not None]
-        seconds = [max(limits[-1] - time.monotonic(), 0.0) + 0.001] if limits else []
+        limits = [end for end in (self._grace_end, self._abandon_end) if end is not None][-1:]
+        limits += [self._carry_end] if self._carry_end is not None else []
+        seconds = [max(end - time.monotonic(), 0.0) + 0.001 for end in limits]
         if self._settings.trainer_fd < 0 and not self._is_ending:
             seconds.append(_PARENT_POLL_SECONDS)
         return min(seconds) * 1000 if seconds else None
@@ -244,6 +289,7 @@ class FlusherProcess:
     def _on_terminate(self, *_: object) -> None:
         if self._grace_end is None:
             self._grace_end = time.monotonic() + self._settings.grace_seconds
+            self._carriers.stop()
 
     def _wake(self) -> None:
         with contextlib.suppress(BlockingIOError):  # a full pipe wakes as well
@@ -275,6 +321,15 @@ def _spawn(name: str, body: Callable[[], None]) -> None:
             os._exit(EXIT_BROKEN)
 
     threading.Thread(target=run, name=name, daemon=True).start()
+
+
+def _spawn_carrier(name: str, body: Callable[[], None]) -> None:
+    """Start a thread that may call the library for object stores."""
+    usual = threading.stack_size(_CARRIER_STACK_BYTES)
+    try:
+        _spawn(name, body)
+    finally:
+        threading.stack_size(usual)
 
 
 def _allow_many_files() -> None:

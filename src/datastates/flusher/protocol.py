@@ -16,12 +16,14 @@ trainer to flusher        meaning
 ------------------------  --------------------------------------------------------------------------
 flusher to trainer
 ------------------------  --------------------------------------------------------------------------
-`Written`                 a slab is in its file; its memory may be used again
+`Written`                 slabs are in their files; their memory may be used again
 `Dropped`                 a slab is not needed any more; its memory may be used again
 `Durable`, `FileFailed`   the end of a file
 `Settled`                 the attempt was published or committed
 `AttemptFailed`           the attempt was not, or was aborted
 `Prefaulted`, `PrefaultFailed`  the answers to `Prefault`
+`Carried`, `CarryFailed`  what becomes of carrying a checkpoint to a further tier
+`Finished`                the answer to `Close`, where checkpoints are still being carried: all else is done
 ========================  ==========================================================================
 """
 
@@ -31,6 +33,7 @@ import dataclasses
 import json
 import struct
 from dataclasses import dataclass
+from itertools import starmap
 from typing import Any, ClassVar, TypeVar
 
 from datastates.errors import ProtocolError
@@ -124,14 +127,22 @@ class Close:
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
-    FORMAT: ClassVar[str] = "<QQQIdd"
+class WrittenSlab:
+    """A row of `Written`. Times of ``CLOCK_MONOTONIC``: of the write."""
+
     file: int
     index: int
     cache_offset: int
     crc32: int
     begin: float
     end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """At most `MAX_TABLE_ROWS` slabs: each message wakes the trainer, which has other things to do."""
+
+    slabs: tuple[WrittenSlab, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,8 +200,54 @@ class PrefaultFailed:
     errno: int | None
 
 
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """A checkpoint is committed in a further tier. Times of ``CLOCK_MONOTONIC``."""
+
+    attempt: str
+    path: str
+    tier: str
+    nbytes: int
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class CarryFailed:
+    """A checkpoint, or none in particular (then `attempt` is empty), could not be carried.
+
+    Attributes:
+        is_final: it is not tried again.
+    """
+
+    attempt: str
+    path: str
+    tier: str
+    message: str
+    begin: float
+    end: float
+    is_final: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    pass
+
+
 Request = OpenFile | SealTable | Acknowledged | FlushSlab | Publish | Commit | Abort | Prefault | Close
-Answer = Written | Dropped | Durable | FileFailed | Settled | AttemptFailed | Prefaulted | PrefaultFailed
+Answer = (
+    Written
+    | Dropped
+    | Durable
+    | FileFailed
+    | Settled
+    | AttemptFailed
+    | Prefaulted
+    | PrefaultFailed
+    | Carried
+    | CarryFailed
+    | Finished
+)
 Message = Request | Answer
 
 _TYPES: tuple[type[Any], ...] = (
@@ -211,9 +268,12 @@ _TYPES: tuple[type[Any], ...] = (
     AttemptFailed,
     Prefaulted,
     PrefaultFailed,
+    Carried,
+    CarryFailed,
+    Finished,
 )
 _CODES = {kind: code for code, kind in enumerate(_TYPES, start=1)}
-_ROWS = {SealTable: struct.Struct("<QQQ"), Acknowledged: struct.Struct("<QI")}
+_ROWS = {SealTable: struct.Struct("<QQQ"), Acknowledged: struct.Struct("<QI"), Written: struct.Struct("<QQQIdd")}
 _FILE = struct.Struct("<Q")
 
 
@@ -261,21 +321,24 @@ def shortened(text: str) -> str:
 
 def _body(message: Message) -> bytes:
     if isinstance(message, SealTable):
-        rows = [_ROWS[SealTable].pack(seal.offset, seal.begin, seal.end) for seal in message.seals]
-        return _FILE.pack(message.file) + b"".join(rows)
+        return _FILE.pack(message.file) + b"".join(starmap(_ROWS[SealTable].pack, message.seals))
     if isinstance(message, Acknowledged):
-        return _FILE.pack(message.file) + b"".join(_ROWS[Acknowledged].pack(*row) for row in message.slabs)
-    if isinstance(message, (FlushSlab, Written, Dropped, Durable)):
+        return _FILE.pack(message.file) + b"".join(starmap(_ROWS[Acknowledged].pack, message.slabs))
+    if isinstance(message, Written):
+        return b"".join(_ROWS[Written].pack(*dataclasses.astuple(slab)) for slab in message.slabs)
+    if isinstance(message, (FlushSlab, Dropped, Durable)):
         return struct.pack(message.FORMAT, *dataclasses.astuple(message))
     return json.dumps(dataclasses.asdict(message), separators=(",", ":")).encode("ascii")
 
 
 def _parse(kind: type[Any], body: bytes) -> Any:
+    if kind is Written:
+        return Written(tuple(WrittenSlab(*row) for row in _ROWS[Written].iter_unpack(body)))
     if kind in _ROWS:
         (file,) = _FILE.unpack_from(body)
         rows = tuple(_ROWS[kind].iter_unpack(body[_FILE.size :]))
-        return SealTable(file, tuple(Seal(*row) for row in rows)) if kind is SealTable else Acknowledged(file, rows)
-    if issubclass(kind, (FlushSlab, Written, Dropped, Durable)):
+        return SealTable(file, tuple(map(Seal._make, rows))) if kind is SealTable else Acknowledged(file, rows)
+    if issubclass(kind, (FlushSlab, Dropped, Durable)):
         return kind(*struct.unpack(kind.FORMAT, body))
     fields = json.loads(body)
     if not isinstance(fields, dict):

@@ -15,7 +15,8 @@ from dataclasses import replace
 from datastates.errors import FlusherDiedError, ProtocolError, WaitTimeoutError
 from datastates.flusher import launch
 from datastates.flusher.ledger import Ledger
-from datastates.flusher.protocol import MAX_MESSAGE_BYTES, Close, Request, decode, encode
+from datastates.flusher.protocol import MAX_MESSAGE_BYTES, Close, Finished, Request, decode, encode
+from datastates.flusher.quick_socket import Inbox, send_at_once
 from datastates.life_cycle import LifeCycle
 
 logger = logging.getLogger(__name__)
@@ -58,7 +59,9 @@ class Supervisor:
         self._socket: socket.socket | None = None
         self._is_wanted = False  # there is work for a process, but none runs
         self._outgoing: deque[bytes] = deque()
+        self._inbox = Inbox(MAX_MESSAGE_BYTES + 1)
         self._num_deaths = 0
+        self._finished = threading.Event()  # all is done but the carrying to further tiers, or the thread has ended
         try:
             self._start()
         except OSError as error:
@@ -73,7 +76,10 @@ class Supervisor:
             return 0 if self._process is None else self._process.pid
 
     def close(self, timeout: float | None) -> None:
-        """Have everything finished that can be, then end process and thread. Raises WaitTimeoutError."""
+        """Have everything finished that can be, then end process and thread. Raises WaitTimeoutError.
+
+        Where checkpoints are still being carried to further tiers, process and thread go on with that by themselves.
+        """
         with self.lock:
             if self.life is LifeCycle.OPEN:
                 self.life = LifeCycle.CLOSING
@@ -81,8 +87,7 @@ class Supervisor:
                 if self._process is not None:
                     self.post(Close())
                 self.wake()
-        self._thread.join(timeout)
-        if self._thread.is_alive():
+        if not self._finished.wait(timeout):
             raise WaitTimeoutError(f"flusher process {self.pid} is not done after {timeout} s; it goes on by itself")
 
     def post(self, *requests: Request) -> None:
@@ -99,7 +104,7 @@ class Supervisor:
     def _send_outgoing(self) -> None:
         while self._outgoing and self._socket is not None:
             try:
-                self._socket.send(self._outgoing[0], socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+                send_at_once(self._socket.fileno(), self._outgoing[0])
             except BlockingIOError:
                 return
             except (BrokenPipeError, ConnectionError):
@@ -136,6 +141,7 @@ class Supervisor:
             with self.lock:
                 self.life = LifeCycle.CLOSED
                 self._close_descriptors()
+            self._finished.set()
 
     def _turn(self) -> bool:
         """Wait for something and deal with it. Returns False when there is nothing left to do for ever."""
@@ -144,9 +150,10 @@ class Supervisor:
             poller.register(self._wake_fd, select.POLLIN)
             if self._socket is not None:
                 poller.register(self._socket, select.POLLIN | (select.POLLOUT if self._outgoing else 0))
-        poller.poll()
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._wake_fd)
+        is_woken = any(descriptor == self._wake_fd for descriptor, _ in poller.poll())
+        if is_woken:
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._wake_fd)
         with self.lock:
             self._send_outgoing()
             is_dead = self._process is not None and not self._receive()
@@ -176,7 +183,7 @@ class Supervisor:
         """Take all answers that are there. Returns False when no more can come."""
         while self._socket is not None:
             try:
-                packet = self._socket.recv(MAX_MESSAGE_BYTES + 1, socket.MSG_DONTWAIT)
+                packet = self._inbox.receive(self._socket.fileno())
             except BlockingIOError:
                 return True
             except ConnectionResetError:
@@ -184,7 +191,11 @@ class Supervisor:
             if not packet:
                 return False
             try:
-                self._ledger.take(decode(packet))
+                message = decode(packet)
+                if isinstance(message, Finished):
+                    self._finished.set()
+                else:
+                    self._ledger.take(message)
             except ProtocolError:
                 logger.exception("flusher process of rank %d is replaced", self._rank)
                 return False
@@ -197,7 +208,8 @@ class Supervisor:
             self._process, self._socket = None, None
             self._outgoing.clear()
             self._num_deaths = 1 if self._ledger.has_progress else self._num_deaths + 1
-            self._is_wanted = self._ledger.is_pending
+            is_carrying = len(self._settings.tiers) > 1 and self.life is LifeCycle.OPEN
+            self._is_wanted = self._ledger.is_pending or is_carrying
             self._ledger.free_lost()
         if connection is not None:
             connection.close()
