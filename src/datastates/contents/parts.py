@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from datastates.contents.distributed_metadata import METADATA_NAME, SUFFIX, read_distributed
+from datastates.contents.file_window import FileWindow
 from datastates.contents.kinds import SAFETENSORS, ZIP, recognise
 from datastates.contents.safetensors_header import LENGTH_BYTES, read_header
 from datastates.contents.state_tree import PAD_NAME, TREE_NAME
@@ -49,6 +52,9 @@ def parts_of(file: FileReader) -> list[Part]:
         CorruptCheckpointError: the directory or header is damaged.
         StorageError: the file cannot be read.
     """
+    beside = os.path.join(os.path.dirname(file.path), METADATA_NAME)
+    if file.path.endswith(SUFFIX) and os.path.isfile(beside):
+        return _distributed_parts(file, beside)
     kind = recognise(file)
     if kind == ZIP:
         return _zip_parts(file)
@@ -96,6 +102,27 @@ def _zip_parts(file: FileReader) -> list[Part]:
             parts.append(Part(begin, end, fqns.get(key, name), True, crc))
         else:
             parts.append(Part(begin, end, OBJECTS if name == PICKLE_NAME else HEADER, False, crc))
+    return parts
+
+
+def _distributed_parts(file: FileReader, beside: str) -> list[Part]:
+    """What lies in one file of a distributed checkpoint: archive behind archive, as the metadata beside it say."""
+    with FileReader(beside) as metadata:
+        found = read_distributed(metadata)
+    name = os.path.basename(file.path)
+    places = sorted((place for place in found.places if place.file == name), key=lambda place: place.begin)
+    parts = []
+    for place in places:
+        kind = found.kinds.get(place.fqn)
+        is_tensor = kind is not None and kind.dtype is not None
+        try:
+            inner = _zip_parts(FileWindow(file, place.begin, place.end - place.begin))
+        except CorruptCheckpointError:  # a value in another form, or its directory is damaged
+            parts.append(Part(place.begin, place.end, place.fqn, is_tensor))
+            continue
+        for part in inner:
+            ends = place.begin + part.begin, place.begin + part.end
+            parts.append(Part(*ends, place.fqn, is_tensor and part.is_tensor, part.crc32))
     return parts
 
 

@@ -19,10 +19,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 
+from datastates.contents.distributed_metadata import METADATA_NAME
 from datastates.errors import CorruptCheckpointError, ForeignObjectError, StateError
 from datastates.fqns import join
-
-METADATA_NAME = ".metadata"
 
 _MALFORMED = (
     ArithmeticError,
@@ -84,7 +83,7 @@ class DistributedCheckpoint:
         self._reader = _Reader(path, weights_only)
         self._metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(self._metadata, True)
-        self._check_places()
+        check_places(self._metadata, path)
         flat: dict[str, Any] = {}
         self.joined: dict[str, _Elements] = {}
         paths = self._metadata.planner_data or {name: (name,) for name in self._metadata.state_dict_metadata}
@@ -149,12 +148,6 @@ class DistributedCheckpoint:
         if wrong:
             raise CorruptCheckpointError(f"{self._path}: {wrong[0]} has no place in a list", self._path, wrong[0])
 
-    def _check_places(self) -> None:
-        for info in self._metadata.storage_data.values():
-            if os.path.basename(info.relative_path) != info.relative_path:
-                message = f"{self._path}: its metadata names {info.relative_path!r}, no file in the folder"
-                raise CorruptCheckpointError(message, self._path)
-
 
 class _Elements:
     """The elements of a tensor; read anew each time they are asked for."""
@@ -191,25 +184,46 @@ class _Reader(FileSystemReader):
         """One entry of a file, after its bytes were compared with the checksums in it: torch does not look at them."""
         if not sinfo.transform_descriptors:
             with io.BufferedReader(_Window(file, sinfo.offset, sinfo.length)) as view:
-                _check_archive(view)
+                check_archive(view)
         sliced: IO[bytes] = super()._slice_file(file, sinfo)
         return sliced
 
     def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
-        path = os.path.join(self._directory, METADATA_NAME)
-        try:
-            with open(path, "rb") as file:
-                found = pickle.load(file) if not self._weights_only else _MetadataUnpickler(file).load()
-            names = set(found.state_dict_metadata)
-            if not isinstance(found, Metadata) or not set(found.planner_data or names) >= names:
-                raise ValueError(f"it is a {type(found).__name__}, or names differ in it")
-            found.storage_data.values()
-        except ForeignObjectError as error:
-            raise ForeignObjectError(f"{path}: {error}", error.fqn, error.class_name) from error
-        except (*_MALFORMED, pickle.UnpicklingError) as error:
-            text = str(error) or type(error).__name__
-            raise CorruptCheckpointError(f"{path} cannot be read: {text:.200}", path) from error
-        return found
+        return load_metadata(os.path.join(self._directory, METADATA_NAME), trust=not self._weights_only)
+
+
+def load_metadata(path: str, *, trust: bool = False) -> Metadata:
+    """What a file of metadata says: names, shapes, and where each chunk lies.
+
+    Args:
+        path: the file.
+        trust: run whatever the pickle says, instead of refusing all but the classes that torch writes there.
+
+    Raises:
+        CorruptCheckpointError: it is missing, malformed, or something else.
+        ForeignObjectError: it refers to another class, and ``trust`` is not set.
+    """
+    try:
+        with open(path, "rb") as file:
+            found = pickle.load(file) if trust else _MetadataUnpickler(file).load()
+        names = set(found.state_dict_metadata)
+        if not isinstance(found, Metadata) or not set(found.planner_data or names) >= names:
+            raise ValueError(f"it is a {type(found).__name__}, or names differ in it")
+        found.storage_data.values()
+    except ForeignObjectError as error:
+        raise ForeignObjectError(f"{path}: {error}", error.fqn, error.class_name) from error
+    except (*_MALFORMED, pickle.UnpicklingError) as error:
+        text = str(error) or type(error).__name__
+        raise CorruptCheckpointError(f"{path} cannot be read: {text:.200}", path) from error
+    return found
+
+
+def check_places(metadata: Metadata, directory: str) -> None:
+    """Raise CorruptCheckpointError if the metadata names a file outside of the folder."""
+    for info in metadata.storage_data.values():
+        if os.path.basename(info.relative_path) != info.relative_path:
+            message = f"{directory}: its metadata names {info.relative_path!r}, no file in the folder"
+            raise CorruptCheckpointError(message, directory)
 
 
 class _Window(io.RawIOBase):
@@ -240,8 +254,8 @@ class _Window(io.RawIOBase):
         return len(data)
 
 
-def _check_archive(file: IO[bytes]) -> None:
-    """Compare the entries of an archive with their checksums. Raises zipfile.BadZipFile."""
+def check_archive(file: IO[bytes]) -> None:
+    """Compare the entries of an archive of a value with their checksums. Raises zipfile.BadZipFile."""
     if not zipfile.is_zipfile(file):
         return  # a value in another form; torch says so if it cannot read it
     with zipfile.ZipFile(file) as archive:

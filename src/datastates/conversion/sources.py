@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from datastates import reader
-from datastates.conversion.distributed_reading import METADATA_NAME, DistributedCheckpoint
+from datastates.contents.distributed_metadata import METADATA_NAME
+from datastates.conversion.distributed_reading import DistributedCheckpoint
 from datastates.errors import CheckpointNotFoundError, CorruptCheckpointError, ForeignObjectError, StateError
 from datastates.system_calls import storage_errors
 from datastates.universal.mapped_files import MappedFiles
