@@ -26,15 +26,16 @@ class Outcomes:
         """Args:
         events: receives the record ``skipped``.
         on_committed: called with each attempt that is committed, on the thread that learns of it.
-        forgiving: a checkpoint that commits makes up for earlier failures: they are not raised any more.
+        forgiving: a checkpoint that commits makes up for failures of those begun before it: they are not raised any
+            more.
         """
         self._events = events
         self._on_committed = on_committed
         self._forgiving = forgiving
         self._lock = threading.Lock()  # protects the fields below
         self._unsettled: list[Attempt] = []
-        self._failures: list[BaseException] = []
-        self._untold: dict[str, BaseException] = {}  # by path, as long as `raise_failure` has not told
+        self._failures: list[tuple[float, BaseException]] = []  # with the time at which the attempt was begun
+        self._untold: dict[str, tuple[float, BaseException]] = {}  # by path, until `raise_failure` has told
         self._torn_fqns: frozenset[str] = frozenset()
 
     @property
@@ -60,7 +61,8 @@ class Outcomes:
         if self._forgiving:
             return None
         with self._lock:
-            return next((e for lost, e in self._untold.items() if path == lost or path.startswith(lost + os.sep)), None)
+            lost = [e for other, (_, e) in self._untold.items() if path == other or path.startswith(other + os.sep)]
+        return next(iter(lost), None)
 
     def add(self, attempt: Attempt) -> None:
         """An attempt has been made; `settle` ends it."""
@@ -80,7 +82,7 @@ class Outcomes:
 
     def refuse(self, attempt: Attempt, error: CommitError) -> None:
         """Nothing is saved for an attempt, since it could never be committed; a failure as others are."""
-        self.fail(f"datastates: {error}", error)
+        self.fail(f"datastates: {error}", error, attempt.begin)
         self._events.record("failed", attempt.begin, now(), attempt=attempt.name, path=attempt.path, error=str(error))
         attempt.committed.set_exception(error)
 
@@ -94,26 +96,41 @@ class Outcomes:
             self._note_skipped(attempt, error)
         else:
             where = "" if attempt.path in str(error) else f"{attempt.path}: "
-            self.fail(f"datastates: a save is lost, nothing earlier is harmed: {where}{error}", error)
+            self.fail(f"datastates: a save is lost, nothing earlier is harmed: {where}{error}", error, attempt.begin)
         with self._lock:  # not before: whoever finds nothing in flight must find its failure
             self._unsettled.remove(attempt)
             if error is None:
-                self._untold.pop(attempt.path, None)
+                self._make_up_for(attempt)
             elif not isinstance(error, SaveSkippedError):
-                self._untold[attempt.path] = error
-            if error is None and self._forgiving and attempt.directory is not None:
-                self._failures.clear()
-                self._untold.clear()
+                self._untold[attempt.path] = attempt.begin, error
         if error is None:
             attempt.committed.set_result(done.result())
         else:
             attempt.committed.set_exception(error)
 
-    def fail(self, what: str, error: BaseException) -> None:
-        """Something failed in the background: log what, and keep the error for `raise_failure`."""
+    def _make_up_for(self, attempt: Attempt) -> None:
+        """What was lost before a committed attempt was begun, as far as that replaces it. A younger one may be lost
+        already: that stays. The lock is held."""
+        is_for_all = self._forgiving and attempt.directory is not None
+        self._untold = {
+            path: lost
+            for path, lost in self._untold.items()
+            if lost[0] > attempt.begin or not (is_for_all or path == attempt.path)
+        }
+        if is_for_all:
+            self._failures = [failure for failure in self._failures if failure[0] > attempt.begin]
+
+    def fail(self, what: str, error: BaseException, begin: float = 0.0) -> None:
+        """Something failed in the background: log what, and keep the error for `raise_failure`.
+
+        Args:
+            what: for the log.
+            error: the cause.
+            begin: when the attempt was begun that failed, in seconds of the monotonic clock.
+        """
         logger.error("%s", what)
         with self._lock:
-            self._failures.append(error)
+            self._failures.append((begin, error))
             if isinstance(error, TornSnapshotError):
                 self._torn_fqns |= frozenset(error.fqns)
 
@@ -123,7 +140,7 @@ class Outcomes:
             failures, self._failures = self._failures, []
             self._untold.clear()
         if failures:
-            raise failures[0]
+            raise failures[0][1]
 
     def _note_skipped(self, attempt: Attempt, error: SaveSkippedError) -> None:
         logger.warning("datastates: %s", error)

@@ -1,0 +1,145 @@
+"""What jobs do that train with Hugging Face's Trainer without DeepSpeed."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+from datastates.integrations.transformers import last_checkpoint, use_datastates
+from datastates.saver import open_savers
+from integrations.fork_server import announce, job_number
+
+VOCABULARY, LENGTH = 64, 16
+SETTINGS = {"host_cache_gb": 2**-7, "eager_bytes": 1024}  # so that most tensors of a tiny model are lazy
+
+
+class Sentences(torch.utils.data.Dataset):
+    """Random tokens, the same in every run."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        tokens = torch.randint(0, VOCABULARY, (LENGTH,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def make_model() -> LlamaForCausalLM:
+    """A tiny one with dropout, so that a random state that is not resumed shows in the loss."""
+    torch.manual_seed(7)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            attention_dropout=0.1,
+        )
+    )
+
+
+class Scored(Trainer):
+    """A Trainer whose evaluations come out as the script says."""
+
+    scores: dict[int, float] = {2: 0.1, 4: 0.9, 6: 0.5, 8: 0.6}  # noqa: RUF012 - one for all
+
+    def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
+        metrics = {"eval_score": self.scores[self.state.global_step]}
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+
+class Script(TrainerCallback):
+    """Keeps losses and the states of saves; calls what is given when a step begins or ends."""
+
+    def __init__(self) -> None:
+        self.losses: dict[int, str] = {}
+        self.weights: dict[int, dict[str, torch.Tensor]] = {}
+        self.optimizers: dict[int, Any] = {}
+        self.begin: Any = None
+        self.end: Any = None
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        if "loss" in (logs or {}):
+            self.losses[state.global_step] = str(logs["loss"])
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.begin is not None:
+            self.begin(state.global_step)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.end is not None:
+            self.end(state.global_step)
+
+    def on_save(self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **_: Any) -> None:
+        self.weights[state.global_step] = {name: value.clone() for name, value in model.state_dict().items()}
+        self.optimizers[state.global_step] = copy.deepcopy(optimizer.state_dict())
+
+
+def make_trainer(
+    out: Path, steps: int, *, model: Any = None, kind: type[Trainer] = Trainer, is_lazy: bool = True, **options: Any
+) -> tuple[Any, Script]:
+    script = Script()
+    args = TrainingArguments(
+        str(out),
+        max_steps=steps,
+        logging_steps=1,
+        learning_rate=1e-3,
+        lr_scheduler_type="constant",
+        per_device_train_batch_size=2,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        **{"save_steps": 2, **options},
+    )
+    trainer = kind(
+        make_model() if model is None else model,
+        args,
+        train_dataset=Sentences(),
+        eval_dataset=Sentences(),
+        callbacks=[script],
+    )
+    return (use_datastates(trainer, **SETTINGS) if is_lazy else trainer), script
+
+
+def train(folder: str, resume: str, wait_after: int, steps: int, num_ranks: int = 1) -> None:
+    """Train, keeping two checkpoints; be killed after a step, or resume: ``"true"``, ``"last"``, or not at all."""
+    place = Path(folder)
+    rank = int(os.environ["RANK"])
+    if num_ranks > 1:
+        meeting = f"file://{place}/rendezvous-{job_number()}"
+        distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=num_ranks)
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # asked for, and not used any more
+    else:
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+            del os.environ[name]
+    out = place / "out"
+    trainer, script = make_trainer(out, steps, save_total_limit=2, gradient_accumulation_steps=2)
+    name = "resumed" if resume else "whole"
+
+    def wait_to_be_killed(step: int) -> None:
+        if step == wait_after:
+            (place / f"losses-killed-{rank}.json").write_text(json.dumps(script.losses))
+            for saver in open_savers():
+                saver.wait_staged()
+            os.environ["RANK"] = str(rank)
+            announce(json.dumps([saver.flusher_pid for saver in open_savers()]))
+            threading.Event().wait(120)
+
+    script.begin = wait_to_be_killed if wait_after else None
+    checkpoint = {"": None, "true": True, "last": last_checkpoint(str(out)) if resume == "last" else None}[resume]
+    trainer.train(resume_from_checkpoint=checkpoint)
+    (place / f"losses-{name}-{rank}.json").write_text(json.dumps(script.losses))
+    if num_ranks > 1:
+        distributed.destroy_process_group()
