@@ -1,11 +1,15 @@
-"""What the log says of commits."""
+"""What the log and the records say of commits."""
 
 from __future__ import annotations
 
 import logging
 
+from datastates.advice import Advice, Measured, advise
 from datastates.attempt import Attempt
-from datastates.events import now
+from datastates.events import EventLog, now
+from datastates.figures import figure
+from datastates.run_meter import RunMeter
+from datastates.save_records import SaveRecord
 
 logger = logging.getLogger(__name__)
 
@@ -14,10 +18,15 @@ ADVICE_SECONDS = 0.5
 
 
 class CommitLog:
-    """One line per commit, and once what to do where flushing is slower than saving."""
+    """One line and one record ``summary`` per commit, and once what to do where saves outrun the disk."""
 
-    def __init__(self, host_cache_bytes: int) -> None:
-        self._host_cache_bytes = host_cache_bytes
+    def __init__(self, events: EventLog, meter: RunMeter) -> None:
+        """Args:
+        events: receives the record ``summary``.
+        meter: has heard of all records that these give.
+        """
+        self._events = events
+        self._meter = meter
         self._has_advised = False
 
     def note(self, attempt: Attempt, held_seconds: float, starved_seconds: float) -> None:
@@ -37,14 +46,53 @@ class CommitLog:
             seconds,
             gib / seconds,
         )
-        if min(held_seconds, starved_seconds) > ADVICE_SECONDS and not self._has_advised:
+        measured = self._meter.measured
+        advice = advise(measured)
+        self._events.record("summary", attempt.begin, now(), **_summary(attempt, self._save(attempt), measured, advice))
+        is_known = measured.interval_seconds is not None and (measured.step_seconds or not measured.num_steps)
+        if advice is not None and is_known and not self._has_advised:
+            self._advise(advice, held_seconds if min(held_seconds, starved_seconds) > ADVICE_SECONDS else 0.0)
+
+    def _save(self, attempt: Attempt) -> SaveRecord:
+        return self._meter.save_of(attempt.name) or SaveRecord(attempt.name, attempt.path, attempt.begin)
+
+    def _advise(self, advice: Advice, held_seconds: float) -> None:
+        """Say once what to do, if training was held back for want of host cache or saves had to be skipped."""
+        symptoms = []
+        if held_seconds:
+            symptoms.append(f"training was held back for {figure(held_seconds)} s because the host cache was full")
+        if self._meter.num_skipped:
+            symptoms.append(f"{self._meter.num_skipped} saves were not made because others were in flight")
+        if symptoms:
             self._has_advised = True
-            wanted = gib * 1.05
-            is_small = wanted * 2**30 > self._host_cache_bytes  # else one save fits: several follow each other too fast
-            logger.warning(
-                "flushing is slower than saving: training was held back for %.3g s because the host cache was full; "
-                "%ssave less often than every %.3g s",
-                held_seconds,
-                f"raise host_cache_size to >= {wanted:.3g} or " if is_small else "",
-                seconds,
-            )
+            remedy = advice.remedy or f"save every {advice.interval_text} or less often"
+            logger.warning("saves outrun the disk: %s; %s", ", and ".join(symptoms), remedy)
+
+
+def _summary(attempt: Attempt, save: SaveRecord, measured: Measured, advice: Advice | None) -> dict[str, object]:
+    """The fields of the record ``summary``, as the table in `datastates.events` has them."""
+    return {
+        "attempt": attempt.name,
+        "path": attempt.path,
+        "tag": attempt.tag,
+        "nbytes": attempt.nbytes,
+        "num_files": save.num_files,
+        "blocked_seconds": attempt.blocked_seconds,
+        "fenced_seconds": save.fenced_seconds,
+        "staged_seconds": save.staged_seconds,
+        "durable_seconds": save.durable_seconds,
+        "committed_seconds": save.committed_seconds,
+        "nbytes_per_second": attempt.nbytes / save.durable_seconds if save.durable_seconds else None,
+        "num_in_flight": save.num_in_flight,
+        "num_slabs": save.num_slabs,
+        "num_free_slabs": save.num_free_slabs or 0,
+        "host_cache_bytes": measured.host_cache_bytes,
+        "flush_nbytes_per_second": measured.flush_nbytes_per_second,
+        "copy_nbytes_per_second": measured.copy_nbytes_per_second,
+        "step_seconds": measured.step_seconds,
+        "interval_seconds": measured.interval_seconds,
+        "num_steps_between_saves": measured.num_steps,
+        "advised_seconds": None if advice is None else advice.interval_seconds,
+        "advised_steps": None if advice is None else advice.interval_steps,
+        "advised_host_cache_bytes": None if advice is None else advice.host_cache_bytes,
+    }

@@ -17,7 +17,7 @@ from datastates.config import GIB, MIB, CheckpointConfig
 from datastates.doctor import disk, machine
 from datastates.doctor.disk import DiskMeasurement, measure_disk, room_findings
 from datastates.doctor.engine_choice import engine_findings, read_config
-from datastates.doctor.findings import Severity, figure
+from datastates.doctor.findings import Severity
 from datastates.doctor.installation import (
     DeepSpeedInstallation,
     find_deepspeed,
@@ -28,6 +28,7 @@ from datastates.doctor.installation import (
 from datastates.doctor.machine import Machine, cgroup_limit, memory_findings
 from datastates.doctor.pace import Load, interval_finding, pace_findings, state_nbytes
 from datastates.errors import ConfigError, StorageError
+from datastates.figures import figure
 
 STOCK = DeepSpeedInstallation("0.19.8", has_adapter=True, is_repaired=False, nebula="refused")
 OLDER = DeepSpeedInstallation("0.19.6", has_adapter=True, is_repaired=False, nebula="wins")

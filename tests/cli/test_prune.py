@@ -11,6 +11,7 @@ import torch
 from click.testing import CliRunner
 
 from datastates.checkpoint_engine import CheckpointEngine
+from datastates.checkpoints.pins import pin, unpin
 from datastates.cli import main
 
 
@@ -61,6 +62,13 @@ def test_multiples_stay(run):
     assert json.loads(prune(run, "--keep-last", 1, "--keep-every", 10, "--json"))["would_remove"] == [
         str(run / "step9")
     ]
+
+
+def test_what_is_pinned_stays(run):
+    pin(str(run / "step9"))
+    assert json.loads(prune(run, "--keep-last", 1, "--yes", "--json"))["removed"] == [str(run / "step10")]
+    unpin(str(run / "step9"))
+    assert json.loads(prune(run, "--keep-last", 1, "--yes", "--json"))["removed"] == [str(run / "step9")]
 
 
 def test_a_tag_that_is_not_there_is_an_error(run):

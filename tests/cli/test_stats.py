@@ -13,7 +13,8 @@ from datastates.checkpoint_engine import CheckpointEngine
 from datastates.cli import main
 from datastates.cli.exit_codes import exit_code_of
 from datastates.errors import CheckpointNotFoundError, DataStatesError
-from datastates.save_records import read_records, saves_of, summary_of
+from datastates.record_files import read_records
+from datastates.save_records import saves_of, summary_of
 
 
 def record(event: str, rank: int, begin: float, end: float, **fields: object) -> dict[str, object]:

@@ -18,6 +18,7 @@ from datastates.doctor.findings import Finding, Severity
 from datastates.doctor.installation import find_deepspeed, installation_findings, version_of
 from datastates.doctor.machine import Machine, memory_findings
 from datastates.doctor.pace import Load, interval_finding, pace_findings, state_nbytes
+from datastates.doctor.records import record_findings
 
 MAX_PARAMS = 10**15
 """A thousand times the largest models."""
@@ -46,6 +47,7 @@ _NEEDS = (
 @click.option("--state-gb", type=Amount(0, MAX_GIB, min_open=True), help="Size of a checkpoint of the whole job, GiB.")
 @click.option("--step-seconds", type=Amount(0, min_open=True), help="How long a training step takes.")
 @click.option("--save-interval", type=click.IntRange(1), help="Steps between saves, to be judged.")
+@click.option("--events", type=click.Path(), help="Records of a run (events_dir): judge by what was measured in it.")
 @json_option
 @click.pass_context
 def command(ctx: click.Context, /, as_json: bool, ds_config: str | None, **options: Any) -> None:
@@ -53,7 +55,8 @@ def command(ctx: click.Context, /, as_json: bool, ds_config: str | None, **optio
 
     With DS_CONFIG, the JSON file of a DeepSpeed config: which engine DeepSpeed would use and why, what is wrong in the
     section datastates_ckpt, whether the host caches of all ranks fit. With --directory: what its disk can do. With
-    --params or --state-gb as well: which interval between saves is sustainable, and which cache hides a save.
+    --params or --state-gb as well: which interval between saves is sustainable, and which cache hides a save. With
+    --events: the same by what a run has measured.
 
     Ends with exit code 1 when something is wrong; warnings do not count.
     """
@@ -80,6 +83,7 @@ def _diagnose(
     state_gb: float | None,
     step_seconds: float | None,
     save_interval: int | None,
+    events: str | None,
 ) -> Iterator[Finding]:
     config = read_config(ds_config) if ds_config is not None else {}
     deepspeed = find_deepspeed()
@@ -89,6 +93,8 @@ def _diagnose(
         yield from engine_findings(config, deepspeed)
     if settings is not None:
         yield from memory_findings(settings, ranks, Machine.now())
+    if events is not None:
+        yield from record_findings(events)
     if directory is None:
         return
     measured = measure_disk(directory, num_writers=_num_writers(settings) * ranks, max_nbytes=MEASURED_BYTES)

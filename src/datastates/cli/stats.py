@@ -2,42 +2,77 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
 
 import click
 from rich.text import Text
 
 from datastates.cli.console import duration_text, json_option, path_text, print_json, print_rows, size_text
-from datastates.save_records import SaveRecord, read_records, saves_of, summary_of
+from datastates.openmetrics import openmetrics_text
+from datastates.record_files import in_order_of_end, read_records
+from datastates.run_meter import advice_of, meters_of
+from datastates.run_view import RunView
+from datastates.save_records import SaveRecord, saves_of, summary_of
 
+_PLAIN = (
+    "attempt",
+    "path",
+    "begin",
+    "nbytes",
+    "num_files",
+    "blocked_seconds",
+    "fenced_seconds",
+    "staged_seconds",
+    "durable_seconds",
+    "committed_seconds",
+    "carried_seconds",
+    "nbytes_per_second",
+    "num_in_flight",
+    "num_free_slabs",
+    "num_slabs",
+    "failure",
+)
 _HEADER = ("begun", "size", "ranks", "blocked", "held back", "staged", "durable", "committed", "rate", "checkpoint")
 
 
 @click.command()
 @click.argument("records", type=click.Path())
 @click.option("--last", type=click.IntRange(1), metavar="N", help="The last N saves only.")
+@click.option("--openmetrics", is_flag=True, help="Print OpenMetrics text, for Prometheus, of all saves.")
 @json_option
-def command(records: str, last: int | None, as_json: bool) -> None:
+def command(records: str, last: int | None, openmetrics: bool, as_json: bool) -> None:
     """Show what the records of a run say about its saves.
 
     RECORDS is the folder that events_dir names in the section datastates_ckpt, or one file of it. Times count from the
     begin of a save and are those of its slowest rank: blocked (the call of save), held back (optimizer steps that
-    waited for copies), staged (all copied), durable (all on the device), committed (visible as a whole).
+    waited for copies), staged (all copied), durable (all on the device), committed (visible as a whole). Then what
+    interval is sustainable and which cache hides a save, by what was measured.
     """
-    saves = saves_of(read_records(records))[-last if last else 0 :]
-    summary = summary_of(saves)
+    if openmetrics and (as_json or last):
+        raise click.UsageError("--openmetrics excludes --json and --last")
+    found = read_records(records)
+    if openmetrics:
+        view = RunView()
+        view.note_all(in_order_of_end(found))
+        click.echo(openmetrics_text(view), nl=False)
+        return
+    saves = saves_of(found)[-last if last else 0 :]
+    summary, advice = summary_of(saves), advice_of(meters_of(in_order_of_end(found)).values())
     if as_json:
-        print_json({"summary": summary, "saves": [_plain(save) for save in saves]})
+        plain = None if advice is None else advice.plain()
+        print_json({"summary": summary, "advice": plain, "saves": [_plain(save) for save in saves]})
         return
     origin = saves[0].begin if saves else 0.0
     print_rows([_HEADER, *(_row(save, origin) for save in saves)])
     click.echo()
     click.echo(_sentence(summary))
+    if advice is not None:
+        pace = f"a save every {advice.interval_text} or less often is sustainable"
+        click.echo(f"Advice: {advice.remedy or 'nothing to change'}; {pace}.")
 
 
 def _plain(save: SaveRecord) -> dict[str, Any]:
-    return asdict(save) | {"ranks": sorted(save.ranks), "nbytes_per_second": save.nbytes_per_second}
+    return {name: getattr(save, name) for name in _PLAIN} | {"ranks": sorted(save.ranks)}
 
 
 def _row(save: SaveRecord, origin: float) -> list[str | Text]:

@@ -13,8 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from datastates.config import GIB, MAX_SLAB_BYTES, MIB
-from datastates.doctor.findings import Finding, figure, good, warning, wrong
+from datastates.doctor.findings import Finding, good, warning, wrong
 from datastates.errors import StorageError
+from datastates.figures import figure
 from datastates.system_calls import fsync, patiently, storage_errors, write_all
 
 MEASURED_BYTES = 1 * GIB

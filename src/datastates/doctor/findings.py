@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-_FOUR_DIGITS = 999.5
-
 
 class Severity(Enum):
     """How bad a finding is. Only `WRONG` makes a diagnosis a bad one."""
@@ -30,11 +28,6 @@ class Finding:
     subject: str
     message: str
     advice: str = ""
-
-
-def figure(value: float) -> str:
-    """A number for people, in three digits: ``1.71``, ``504``, ``7150``; never with an exponent from 1000 on."""
-    return f"{value:.0f}" if abs(value) >= _FOUR_DIGITS else f"{value:.3g}"
 
 
 def good(subject: str, message: str, advice: str = "") -> Finding:

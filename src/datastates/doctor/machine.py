@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from datastates.config import GIB, MIB, CheckpointConfig
-from datastates.doctor.findings import Finding, figure, good, warning, wrong
+from datastates.doctor.findings import Finding, good, warning, wrong
+from datastates.figures import figure
 
 BESIDE_CACHE_BYTES = 64 * MIB
 """Memory that a rank's engine and its flusher process take beside the host cache, at most."""

@@ -11,11 +11,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from datastates.advice import HEADROOM
 from datastates.config import GIB
-from datastates.doctor.findings import Finding, figure, good, warning, wrong
-
-HEADROOM = 1.25
-"""Disks are shared and their rates vary: an interval is advised that is so many times the shortest."""
+from datastates.doctor.findings import Finding, good, warning, wrong
+from datastates.figures import figure
 
 _FULL, _HALF = 4, 2  # bytes of a float32, and of a float16 or bfloat16
 
