@@ -15,6 +15,7 @@ from datastates.manifest import (
     COMMIT_NAME,
     LOCK_NAME,
     METADATA_NAME,
+    RANK_NAME,
     Manifest,
     attempt_directory,
     read_commit,
@@ -125,16 +126,30 @@ def is_decided(directory: str, attempt: str) -> bool:
 
 
 def complete_manifests(directory: str, attempt: str) -> list[tuple[Manifest, int]] | None:
-    """The manifests of all ranks by rank, None unless all are there and none says that its rank failed."""
+    """The manifests by rank of all ranks, or where nodes share no directory of all on this node.
+
+    None unless all are there and none says that its rank failed.
+    """
     try:
-        first = read_manifest(directory, attempt, 0)
+        first = _first_manifest(directory, attempt)
         if first is None:
             return None
-        found = [first, *(read_manifest(directory, attempt, rank) for rank in range(1, first[0].world_size))]
+        found = [first, *(read_manifest(directory, attempt, rank) for rank in first[0].ranks[1:])]
     except CorruptCheckpointError:
         return None  # a damaged record proves nothing: the attempt counts as incomplete
     manifests = [entry for entry in found if entry is not None and entry[0].failed is None]
     return manifests if len(manifests) == len(found) else None
+
+
+def _first_manifest(directory: str, attempt: str) -> tuple[Manifest, int] | None:
+    """That of the lowest rank that has one, if it is the first of all that take part here."""
+    try:
+        names = patiently(os.listdir, attempt_directory(directory, attempt))
+    except FileNotFoundError:
+        return None
+    ranks = [int(found[1]) for found in map(RANK_NAME.fullmatch, names) if found is not None]
+    first = read_manifest(directory, attempt, min(ranks)) if ranks else None
+    return first if first is not None and first[0].ranks[0] == first[0].rank == min(ranks) else None
 
 
 def last_seen(directory: str, attempt: str, rank: int) -> str:

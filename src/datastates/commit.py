@@ -28,7 +28,9 @@ from datastates.storage import size_of, write_atomically
 from datastates.system_calls import patiently, storage_errors
 
 
-def roll_forward(directory: str, manifests: Sequence[tuple[Manifest, int]], tag: str) -> CommitRecord:
+def roll_forward(
+    directory: str, manifests: Sequence[tuple[Manifest, int]], tag: str, committed_at: float | None = None
+) -> CommitRecord:
     """Give the files of a complete attempt their final names and commit them; may be repeated after a crash.
 
     An older checkpoint in the directory stops being one when the first file is renamed, so its record is
@@ -37,8 +39,10 @@ def roll_forward(directory: str, manifests: Sequence[tuple[Manifest, int]], tag:
 
     Args:
         directory: the checkpoint directory.
-        manifests: of all ranks, by rank, each with the CRC-32 of its bytes; all complete and of one attempt.
+        manifests: of all ranks, or of all on a node, by rank, each with the CRC-32 of its bytes; all complete and of
+            one attempt.
         tag: goes into the record.
+        committed_at: Unix time of the commit that this one repeats elsewhere; None: now.
 
     Raises:
         StorageError: a call failed; the attempt can be rolled forward later.
@@ -46,7 +50,7 @@ def roll_forward(directory: str, manifests: Sequence[tuple[Manifest, int]], tag:
     attempt = manifests[0][0].attempt
     folder = attempt_directory(directory, attempt)
     files = [file for manifest, _ in manifests for file in manifest.files]
-    record = _record_of(manifests, tag)
+    record = _record_of(manifests, tag, time.time() if committed_at is None else committed_at)
     staged = os.path.join(folder, COMMIT_NAME)
     with storage_errors("make durable", folder):
         make_names_durable([folder])
@@ -86,14 +90,15 @@ def _replaced_files(directory: str, attempt: str) -> set[str]:
     return names
 
 
-def _record_of(manifests: Sequence[tuple[Manifest, int]], tag: str) -> CommitRecord:
+def _record_of(manifests: Sequence[tuple[Manifest, int]], tag: str, committed_at: float) -> CommitRecord:
     return CommitRecord(
         manifests[0][0].attempt,
         tag,
-        len(manifests),
-        time.time(),
+        manifests[0][0].world_size,
+        committed_at,
         tuple(value for _, value in manifests),
         {file.name: file.nbytes for manifest, _ in manifests for file in manifest.files},
+        manifests[0][0].node,
     )
 
 

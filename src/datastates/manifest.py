@@ -8,7 +8,9 @@ Inside a checkpoint directory ``D``::
     D/.datastates/<attempt>/aborted.json       rank 0 has decided not to
     D/.datastates/<attempt>/unfinished.json    rank 0 has decided to, but storage does not let it finish
     D/.datastates/<attempt>/lock               shared lock of each flusher that takes part
-    D/.datastates/commit.json                  the `CommitRecord`: the checkpoint is complete
+    D/.datastates/commit.json                  the `CommitRecord`: the checkpoint is complete, or one node's part of it
+    D/.datastates/whole.json                   where it is a node's part: all nodes have theirs (`whole_records`)
+    D/.datastates/pinned                       it is neither deleted nor replaced
 
 Files keep their partial names until every rank's manifest is there, so saving again under an existing name
 does not touch the older checkpoint before the new one is durable as a whole. Then rank 0 decides: the record
@@ -31,6 +33,7 @@ from typing import Any
 
 from datastates.checksum import crc32
 from datastates.errors import CorruptCheckpointError
+from datastates.node_parts import NodePart
 from datastates.partial_names import is_attempt
 from datastates.storage import write_atomically
 from datastates.system_calls import patiently, storage_errors
@@ -41,9 +44,12 @@ ABORTED_NAME = "aborted.json"
 UNFINISHED_NAME = "unfinished.json"
 RANK_NAME = re.compile(r"rank-(\d+)\.json")
 LOCK_NAME = "lock"
+PINNED_NAME = "pinned"
 LATEST_NAME = "latest"
 FORMAT = "datastates-manifest"
 VERSION = 1
+PART_VERSION = 2
+"""Of records with a node's part. A release that knows of none must not take them for a whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +83,9 @@ class Manifest:
     """One rank's part of a checkpoint: its files, or why there are none.
 
     Attributes:
+        world_size: number of ranks that take part, on all nodes.
         written_at: Unix time; for people, and to choose between two complete attempts of a crashed job.
+        node: the node whose part this rank's is in, None where all nodes share the directory.
     """
 
     attempt: str
@@ -87,6 +95,12 @@ class Manifest:
     files: tuple[FileRecord, ...]
     written_at: float
     failed: Failure | None = None
+    node: NodePart | None = None
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks whose manifests make a commit together."""
+        return _ranks_of(self.world_size, self.node)
 
     @property
     def nbytes(self) -> int:
@@ -95,7 +109,8 @@ class Manifest:
     def to_bytes(self) -> bytes:
         files = [asdict(file) | {"crc32": [f"{value:08x}" for value in file.crc32]} for file in self.files]
         fields = asdict(self) | {"files": files}
-        return _to_json({"format": FORMAT, "version": VERSION, **fields})
+        del fields["node"]
+        return _to_json(_header(self.node) | fields)
 
     @classmethod
     def from_bytes(cls, data: bytes, path: str) -> Manifest:
@@ -115,6 +130,7 @@ class Manifest:
                 tuple(_file_record(entry) for entry in fields["files"]),
                 float(fields["written_at"]),
                 None if failed is None else Failure(**failed),
+                _node_in(fields),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise CorruptCheckpointError(f"{path}: not a manifest: {error!r}", path) from error
@@ -122,12 +138,14 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True)
 class CommitRecord:
-    """All ranks' parts are there.
+    """All ranks' parts are there, or those of all ranks of a node.
 
     Attributes:
+        world_size: number of ranks, on all nodes.
         committed_at: Unix time.
-        manifest_crc32: CRC-32 of each rank's manifest, by rank.
+        manifest_crc32: CRC-32 of the manifest of each of `ranks`.
         file_nbytes: size of every file of every rank by name, so that whoever loads a file need not read all manifests.
+        node: the node whose part this is, None for a whole checkpoint.
     """
 
     attempt: str
@@ -136,6 +154,12 @@ class CommitRecord:
     committed_at: float
     manifest_crc32: tuple[int, ...]
     file_nbytes: Mapping[str, int]
+    node: NodePart | None = None
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks whose files these are: where it is a node's part, those on the node."""
+        return _ranks_of(self.world_size, self.node)
 
     @property
     def nbytes(self) -> int:
@@ -154,7 +178,7 @@ class CommitRecord:
             "manifest_crc32": [f"{value:08x}" for value in self.manifest_crc32],
             "file_nbytes": dict(self.file_nbytes),
         }
-        return _to_json({"format": FORMAT, "version": VERSION, **fields})
+        return _to_json(_header(self.node) | fields)
 
     @classmethod
     def from_bytes(cls, data: bytes, path: str) -> CommitRecord:
@@ -168,11 +192,12 @@ class CommitRecord:
                 float(fields["committed_at"]),
                 tuple(int(value, 16) for value in fields["manifest_crc32"]),
                 {str(name): int(nbytes) for name, nbytes in fields["file_nbytes"].items()},
+                _node_in(fields),
             )
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise CorruptCheckpointError(f"{path}: not a commit record: {error!r}", path) from error
-        if record.world_size != len(record.manifest_crc32) or not is_attempt(record.attempt):
-            raise CorruptCheckpointError(f"{path}: {record.world_size} ranks do not fit its manifests", path)
+        if len(record.ranks) != len(record.manifest_crc32) or not is_attempt(record.attempt):
+            raise CorruptCheckpointError(f"{path}: {len(record.ranks)} ranks do not fit its manifests", path)
         return record
 
 
@@ -274,9 +299,10 @@ def committed_manifests(directory: str, record: CommitRecord, first: Iterable[in
     Raises:
         CorruptCheckpointError: as `committed_files` does.
     """
-    before = [rank for rank in dict.fromkeys(first) if rank < record.world_size]
-    for rank in dict.fromkeys([*before, *range(record.world_size)]):
-        expected = record.manifest_crc32[rank]
+    committed = dict(zip(record.ranks, record.manifest_crc32, strict=True))
+    before = [rank for rank in first if rank in committed]
+    for rank in dict.fromkeys([*before, *committed]):
+        expected = committed[rank]
         path = manifest_path(directory, record.attempt, rank)
         found = read_manifest(directory, record.attempt, rank)
         if found is None:
@@ -297,6 +323,23 @@ def _file_record(entry: dict[str, Any]) -> FileRecord:
     return FileRecord(name, nbytes, slab_nbytes, values)
 
 
+def _ranks_of(world_size: int, node: NodePart | None) -> tuple[int, ...]:
+    return tuple(range(world_size)) if node is None else node.ranks
+
+
+def _header(node: NodePart | None) -> dict[str, Any]:
+    if node is None:
+        return {"format": FORMAT, "version": VERSION}
+    return {"format": FORMAT, "version": PART_VERSION, "node": node.to_fields()}
+
+
+def _node_in(fields: Mapping[str, Any]) -> NodePart | None:
+    node = NodePart.from_fields(fields["node"]) if fields["version"] == PART_VERSION else None
+    if node is not None and node.world_size != int(fields["world_size"]):
+        raise ValueError(f"{fields['world_size']} ranks, the nodes have {node.world_size}")
+    return node
+
+
 def _to_json(fields: dict[str, Any]) -> bytes:
     return (json.dumps(fields, indent=1) + "\n").encode("ascii")
 
@@ -308,7 +351,10 @@ def _from_json(data: bytes, path: str) -> dict[str, Any]:
         raise CorruptCheckpointError(f"{path}: not JSON: {error}", path) from error
     if not isinstance(fields, dict) or fields.get("format") != FORMAT:
         raise CorruptCheckpointError(f"{path}: not a record of datastates", path)
-    if fields.get("version") != VERSION:
-        message = f"{path}: version {fields.get('version')!r} of the record, this release reads version {VERSION}"
+    if fields.get("version") not in (VERSION, PART_VERSION):
+        message = (
+            f"{path}: version {fields.get('version')!r} of the record, this release reads version {VERSION}, and"
+            f" {PART_VERSION} of a node's part"
+        )
         raise CorruptCheckpointError(message, path)
     return fields

@@ -24,6 +24,7 @@ from datastates.manifest import (
     write_causes,
     write_manifest,
 )
+from datastates.node_parts import NodePart
 from datastates.partial_names import partial_path
 from datastates.system_calls import storage_errors
 
@@ -31,17 +32,42 @@ from datastates.system_calls import storage_errors
 class MeetingPoint:
     """One rank's access to the records of attempts. Reads and writes storage."""
 
-    def __init__(self, rank: int, world_size: int) -> None:
+    def __init__(self, rank: int, world_size: int, node: NodePart | None = None) -> None:
+        """Args:
+        rank: this one.
+        world_size: number of ranks, on all nodes.
+        node: the one whose ranks meet here; None: all do.
+        """
         self._rank = rank
         self._world_size = world_size
+        self._node = node
+        self.ranks = tuple(range(world_size)) if node is None else node.ranks
+        """Those that meet here. The first of them decides."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank decides."""
+        return self._rank == self.ranks[0]
 
     def record(self, attempt: Attempt) -> CommitRecord | None:
-        """The record of the attempt if it is committed; a damaged one counts as none: the next commit replaces it."""
+        """The record of the attempt if it is committed; a damaged one counts as none: the next commit replaces it.
+
+        Raises:
+            StorageError: another node has committed its part to this very folder.
+        """
         try:
             record = read_commit(attempt.directory)
         except CorruptCheckpointError:
             return None
-        return record if record is not None and record.attempt == attempt.name else None
+        if record is None or record.attempt != attempt.name:
+            return None
+        if record.node != self._node:
+            message = (
+                f"{attempt.directory} is not seen by this node alone, it holds the {record.node}: set"
+                " shared_directory to true"
+            )
+            raise StorageError(message, path=attempt.directory)
+        return record
 
     def has_promised(self, attempt: Attempt) -> bool:
         """Whether this rank's manifest is there, perhaps by an earlier flusher. Raises CorruptCheckpointError."""
@@ -57,7 +83,7 @@ class MeetingPoint:
         if self.has_promised(attempt):
             return
         files = tuple(file.record(os.path.relpath(file.path, attempt.directory)) for file in attempt.files)
-        manifest = Manifest(attempt.name, self._rank, self._world_size, tag, files, time.time())
+        manifest = Manifest(attempt.name, self._rank, self._world_size, tag, files, time.time(), None, self._node)
         partials = [partial_path(file.path, attempt.name) for file in attempt.files]
         with storage_errors("make durable", attempt.directory):
             make_names_durable(partials, attempt.directory)
@@ -72,7 +98,7 @@ class MeetingPoint:
         if not isinstance(attempt.request, Commit):
             return False
         try:
-            return is_decided(attempt.directory, attempt.name) if self._rank == 0 else self.has_promised(attempt)
+            return is_decided(attempt.directory, attempt.name) if self.is_first else self.has_promised(attempt)
         except StorageError:
             return True  # it may be
         except CorruptCheckpointError:
@@ -81,7 +107,7 @@ class MeetingPoint:
     def collect(self, attempt: Attempt) -> dict[int, str]:
         """Read the manifests that have come into the attempt; returns the cause by rank of those that failed."""
         causes = {}
-        for rank in range(self._world_size):
+        for rank in self.ranks:
             if rank in attempt.manifests:
                 continue
             found = read_manifest(attempt.directory, attempt.name, rank)
@@ -90,7 +116,8 @@ class MeetingPoint:
             if found[0].failed is not None:
                 causes[rank] = found[0].failed.message
             elif found[0].world_size != self._world_size:
-                causes[rank] = f"its world size is {found[0].world_size}, that of rank 0 is {self._world_size}"
+                theirs, ours = found[0].world_size, self._world_size
+                causes[rank] = f"its world size is {theirs}, that of rank {self.ranks[0]} is {ours}"
             else:
                 attempt.manifests[rank] = found
         return causes
@@ -99,10 +126,10 @@ class MeetingPoint:
         """Tell the other ranks that this one gives the attempt up, unless it has promised its part or decided."""
         attempt.lock = attempt.lock or AttemptLock(attempt.directory, attempt.name)
         is_promised = self.has_promised(attempt)
-        if is_promised and (self._rank != 0 or is_decided(attempt.directory, attempt.name)):
+        if is_promised and (not self.is_first or is_decided(attempt.directory, attempt.name)):
             return  # an earlier flusher of this rank promised its part, or even committed
         if not is_promised:
-            manifest = Manifest(attempt.name, self._rank, self._world_size, "", (), time.time(), failure)
+            manifest = Manifest(attempt.name, self._rank, self._world_size, "", (), time.time(), failure, self._node)
             write_manifest(attempt.directory, manifest)
-        if self._rank == 0:
+        if self.is_first:
             write_causes(attempt.directory, attempt.name, ABORTED_NAME, causes)

@@ -1,0 +1,308 @@
+"""Parts of nodes without any job: their records, who reads them, and the way from parts to the whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import distributed
+
+from datastates import load_latest
+from datastates.attempt import Attempt
+from datastates.attempt_folder import complete_manifests
+from datastates.catalog import list_checkpoints
+from datastates.checkpoint_engine import check_committed
+from datastates.checksum import crc32
+from datastates.cli.main import main
+from datastates.commit import roll_forward
+from datastates.config import CheckpointConfig
+from datastates.errors import (
+    CheckpointNotFoundError,
+    ClosedError,
+    CommitError,
+    ConfigError,
+    CorruptCheckpointError,
+    StorageError,
+)
+from datastates.flusher.work import CommitResult, running_future
+from datastates.integrity import verify
+from datastates.manifest import (
+    FileRecord,
+    Manifest,
+    attempt_directory,
+    commit_path,
+    read_commit,
+    read_manifest,
+    write_manifest,
+)
+from datastates.node_parts import Node, NodePart, ranges_of
+from datastates.nodes.following import Following
+from datastates.partial_names import partial_path
+from datastates.recovery import Recovery, recover
+from datastates.tiers.first_tier import is_current
+from datastates.whole_records import WHOLE_NAME, is_whole_part, mark_whole, unmark_whole
+
+NODES = (Node("a", (0, 1)), Node("b", (2, 3)))
+PARTS = NodePart(0, NODES), NodePart(1, NODES)
+SECONDS = 30.0
+
+
+def make_part(directory: Path, part: NodePart, attempt: str = "run-00000000-0001", commit: bool = True) -> Path:
+    """A node's part of a checkpoint, as its flushers leave it."""
+    folder = attempt_directory(str(directory), attempt)
+    os.makedirs(folder, exist_ok=True)
+    manifests = []
+    for rank in part.ranks:
+        data = b"%d" % rank * 100
+        Path(partial_path(str(directory / f"file-{rank}.pt"), attempt)).write_bytes(data)
+        record = FileRecord(f"file-{rank}.pt", len(data), 4096, (crc32(data),))
+        manifest = Manifest(attempt, rank, part.world_size, directory.name, (record,), 1.0, None, part)
+        write_manifest(str(directory), manifest)
+        manifests.append((manifest, crc32(manifest.to_bytes())))
+    if commit:
+        roll_forward(str(directory), manifests, directory.name)
+    return directory
+
+
+# ----------------------------------------------------------------------------------------------- records
+
+
+@given(st.sets(st.integers(0, 50), min_size=1))
+def test_ranges_name_each_rank_once(ranks):
+    fields = {"index": 0, "nodes": [{"name": "a", "ranks": ranges_of(range(51))}]}
+    assert NodePart.from_fields(fields).ranks == tuple(range(51))
+    rest = [rank for rank in range(51) if rank not in ranks]
+    nodes = (Node("a", tuple(sorted(ranks))), *([Node("b", tuple(rest))] if rest else []))
+    part = NodePart(0, nodes)
+    assert NodePart.from_fields(json.loads(json.dumps(part.to_fields()))) == part
+    assert part.world_size == 51
+
+
+@pytest.mark.parametrize(
+    ("index", "nodes"),
+    [
+        (2, NODES),
+        (-1, NODES),
+        (0, (Node("a", (0, 2)),)),
+        (0, (Node("a", (0,)), Node("b", (0,)))),
+        (0, (Node("a", ()),)),
+    ],
+)
+def test_what_is_no_part_of_a_job_is_refused(index, nodes):
+    with pytest.raises(ValueError, match="is no part of a job"):
+        NodePart(index, nodes)
+
+
+def test_the_records_say_whose_part_it_is_and_an_older_release_refuses_them(tmp_path):
+    directory = str(make_part(tmp_path / "step1", PARTS[1]))
+    record = read_commit(directory)
+    assert record.node == PARTS[1]
+    assert record.ranks == (2, 3)
+    assert record.world_size == 4
+    assert read_manifest(directory, record.attempt, 2)[0].node == PARTS[1]
+    assert json.loads(Path(commit_path(directory)).read_bytes())["version"] == 2  # older releases know version 1 only
+    assert verify(directory) == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"node": None}, {"node": {"index": 5, "nodes": []}}, {"world_size": 2}, {"manifest_crc32": ["00000000"]}],
+)
+def test_a_damaged_record_of_a_part_is_told(tmp_path, change):
+    path = Path(commit_path(str(make_part(tmp_path / "step1", PARTS[0]))))
+    path.write_text(json.dumps(json.loads(path.read_bytes()) | change))
+    with pytest.raises(CorruptCheckpointError, match=r"commit\.json"):
+        read_commit(str(tmp_path / "step1"))
+
+
+@pytest.mark.leaves_partial_files
+def test_a_cut_commit_of_a_part_is_finished_from_the_ranks_of_the_node_alone(tmp_path):
+    directory = str(make_part(tmp_path / "step1", PARTS[1], commit=False))
+    assert [manifest.rank for manifest, _ in complete_manifests(directory, "run-00000000-0001")] == [2, 3]
+    assert recover(directory) is Recovery.ROLLED_FORWARD
+    assert read_commit(directory).node == PARTS[1]
+    other = make_part(tmp_path / "step2", PARTS[1], commit=False)
+    os.unlink(other / ".datastates" / "run-00000000-0001" / "rank-00002.json")
+    assert complete_manifests(str(other), "run-00000000-0001") is None
+    record = list_checkpoints(other)[0]
+    assert record.problem == "not committed: of 2 ranks on node 1 (b) the parts of 1 are missing: 2"
+
+
+# ---------------------------------------------------------------------------------------------- readers
+
+
+def test_a_part_is_loaded_only_once_it_is_known_to_be_whole(tmp_path):
+    directory = make_part(tmp_path / "step1", PARTS[1])
+    with pytest.raises(CheckpointNotFoundError, match=r"part of node 1 of 2: whether the other nodes have theirs"):
+        load_latest(tmp_path)
+    with pytest.raises(CheckpointNotFoundError, match="is not loaded: part of node 1 of 2"):
+        check_committed(str(directory / "file-2.pt"))
+    assert not is_whole_part(str(directory))
+    mark_whole(str(directory), "run-00000000-0001")
+    assert is_whole_part(str(directory))
+    check_committed(str(directory / "file-2.pt"))
+    assert list_checkpoints(tmp_path)[0].is_complete
+    (directory / ".datastates" / WHOLE_NAME).write_bytes(b"{")
+    assert not is_whole_part(str(directory))
+    mark_whole(str(directory), "run-00000000-0001")
+    make_part(directory, PARTS[1], "run-00000000-0002")  # another save: what was known is of the one before
+    assert not is_whole_part(str(directory))
+    unmark_whole(str(directory))
+    unmark_whole(str(directory))
+
+
+def test_a_part_is_not_carried_to_other_tiers(tmp_path):
+    directory = make_part(tmp_path / "step1", PARTS[0])
+    mark_whole(str(directory), "run-00000000-0001")
+    assert not is_current(str(directory), "run-00000000-0001")
+
+
+def test_commands_say_whose_part_it_is(tmp_path):
+    directory = make_part(tmp_path / "step1", PARTS[1])
+    listed = CliRunner().invoke(main, ["ls", str(tmp_path), "--json"])
+    assert json.loads(listed.output)[0]["part"] == "part of node 1 of 2"
+    assert not json.loads(listed.output)[0]["is_complete"]
+    mark_whole(str(directory), "run-00000000-0001")
+    assert "complete, part of node 1 of 2" in CliRunner().invoke(main, ["ls", str(tmp_path)]).output
+    verified = CliRunner().invoke(main, ["verify", str(directory)], env={"COLUMNS": "300"})
+    assert verified.exit_code == 0, verified.output
+    assert "part of node 1 of 2" in verified.output
+    (directory / "file-3.pt").unlink()
+    verified = CliRunner().invoke(main, ["verify", str(directory)], env={"COLUMNS": "300"})
+    assert verified.exit_code != 0
+    assert "file-3.pt" in verified.output
+
+
+def test_settings_that_contradict_each_other_are_refused():
+    with pytest.raises(ConfigError, match="a node's part alone is not carried on"):
+        CheckpointConfig(host_cache_bytes=2**26, shared_directory=False, tiers=["/a", "/b"])
+    with pytest.raises(ConfigError, match="DataStatesWriter needs one"):
+        CheckpointConfig(host_cache_bytes=2**26, shared_directory=False).require_shared_directory("DataStatesWriter")
+
+
+# ------------------------------------------------------------------------------- from parts to the whole
+
+
+class Ranks:
+    """The first ranks of both nodes, and the second of node 1, in this process, over one store."""
+
+    def __init__(self, folder: Path, timeout: float = SECONDS) -> None:
+        self.store = distributed.HashStore()
+        self.folders = [folder / "a", folder / "b"]
+        numbers = ((0, 0), (1, 2), (1, 3))
+        self.following = [Following(PARTS[node], rank, lambda: self.store, timeout) for node, rank in numbers]
+        self.attempts = [self.attempt("step1", node) for node, _ in numbers]
+
+    def attempt(self, tag: str, node: int) -> Attempt:
+        directory = make_part(self.folders[node] / tag, PARTS[node])
+        return Attempt("run-00000000-0001", str(directory), str(directory), tag, update_latest=True)
+
+    def follow(self, number: int, part: Future[CommitResult]) -> Future[CommitResult]:
+        return self.following[number].follow(self.attempts[number], part)
+
+    def close(self) -> None:
+        for one in self.following:
+            one.close(SECONDS)
+
+
+@contextmanager
+def ranks_in(folder: Path, timeout: float = SECONDS):
+    ranks = Ranks(folder, timeout)
+    try:
+        yield ranks
+    finally:
+        ranks.close()
+
+
+def done(error: BaseException | None = None) -> Future[CommitResult]:
+    future = running_future(CommitResult)
+    if error is None:
+        future.set_result(CommitResult("run-00000000-0001", "path", "step1", 1, 1))
+    else:
+        future.set_exception(error)
+    return future
+
+
+def test_it_is_whole_when_the_last_node_has_committed(tmp_path):
+    with ranks_in(tmp_path) as ranks:
+        late = running_future(CommitResult)
+        wholes = [ranks.follow(0, done()), ranks.follow(1, late), ranks.follow(2, done())]
+        ranks.store.wait(["run-00000000-0001/part/0"])
+        assert not any(whole.done() for whole in wholes)
+        assert not is_whole_part(ranks.attempts[0].path)
+        late.set_result(done().result())
+        assert [whole.result(SECONDS).nbytes for whole in wholes] == [1, 1, 1]
+        assert all(is_whole_part(attempt.path) for attempt in ranks.attempts)
+        assert [(folder / "latest").read_text() for folder in ranks.folders] == ["step1", "step1"]
+
+
+def test_a_failed_part_is_told_on_all_nodes_at_once(tmp_path):
+    with ranks_in(tmp_path) as ranks:
+        error = StorageError("the disk is full")
+        wholes = [ranks.follow(0, done()), ranks.follow(1, done(error)), ranks.follow(2, done())]
+        assert wholes[1].exception(SECONDS) is error
+        for number in (0, 2):
+            found = wholes[number].exception(SECONDS)
+            assert isinstance(found, CommitError)
+            assert "step1 is not whole: node 1 (b): the disk is full" in str(found)
+            assert found.ranks == {2: "the disk is full"}
+        assert not any((folder / "latest").exists() for folder in ranks.folders)
+
+
+def test_who_gives_up_is_not_waited_for(tmp_path):
+    with ranks_in(tmp_path) as ranks:
+        ranks.following[0].give_up(ranks.attempts[0], CommitError("pinned"))
+        assert "node 0 (a): pinned" in str(ranks.follow(1, done()).exception(SECONDS))
+
+
+def test_a_node_that_does_not_come_is_named(tmp_path):
+    with ranks_in(tmp_path, timeout=0.2) as ranks:
+        found = ranks.follow(0, done()).exception(SECONDS)
+        assert "node 1 (b): it has not committed its part within 0.2 s" in str(found)
+
+
+def test_a_node_zero_that_does_not_answer_is_not_waited_for(tmp_path):
+    with ranks_in(tmp_path, timeout=0.2) as ranks:
+        found = ranks.follow(1, done()).exception(SECONDS)
+        assert "whether all nodes have committed is not known within 0.2 s; this node's part is committed" in str(found)
+
+
+def test_a_store_that_is_gone_is_told(tmp_path):
+    with ranks_in(tmp_path) as ranks:
+
+        class Gone:
+            def check(self, *_):
+                raise distributed.DistNetworkError("connection reset")
+
+            set = get = check
+
+        ranks.store = Gone()
+        found = ranks.follow(1, done()).exception(SECONDS)
+        assert isinstance(found, CommitError)
+        assert "the job's store, which rank 0 keeps, cannot be reached: connection reset" in str(found)
+
+
+def test_what_cannot_be_put_on_record_is_told_to_the_ranks_of_the_node(tmp_path):
+    with ranks_in(tmp_path) as ranks:
+        os.mkdir(Path(ranks.attempts[1].path) / ".datastates" / WHOLE_NAME)
+        wholes = [ranks.follow(number, done()) for number in range(3)]
+        assert wholes[0].exception(SECONDS) is None
+        assert isinstance(wholes[1].exception(SECONDS), StorageError)
+        assert WHOLE_NAME in str(wholes[2].exception(SECONDS))
+
+
+def test_close_ends_the_thread_and_what_is_open(tmp_path):
+    with ranks_in(tmp_path) as ranks:
+        whole = ranks.follow(0, done())
+        ranks.close()
+        assert isinstance(whole.exception(SECONDS), ClosedError)
+        assert not [thread for thread in threading.enumerate() if thread.name == "datastates-nodes"]
+        assert isinstance(ranks.follow(0, done()).exception(0), ClosedError)
