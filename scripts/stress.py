@@ -5,7 +5,7 @@
     make stress ARGS="--dir /scratch --seed 7 --json build/stress.json"
 
 Exit status 1 when a promise was broken; the checkpoints and logs of such a run stay where it says. The short forms are
-part of ``make test``: tests/faults/test_kills.py, test_soak.py and test_power_loss.py.
+part of ``make test``: tests/faults/test_kills.py, test_soak.py and test_power_loss.py, tests/tiers/test_kills.py.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from faults.power_loss import PowerLossError, run_power_loss  # noqa: E402
 from stress.kills import WAYS  # noqa: E402
 from stress.lineage import Outcome, run_kills  # noqa: E402
 from stress.soak import LIMITS, Report  # noqa: E402
+from tiers.killing import run_tier_kills  # noqa: E402
 
 SMALL_DISK_BYTES = 2 << 20
 
@@ -93,6 +94,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--kills", type=int, default=500, metavar="N", help="0: none")
     parser.add_argument("--saves", type=int, default=3000, metavar="N", help="of the soak; at least 60, 0: none")
     parser.add_argument("--power-losses", type=int, default=100, metavar="N", help="per cut point of a save; 0: none")
+    parser.add_argument("--tier-kills", type=int, default=60, metavar="N", help="during uploads; 0: none")
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), metavar="WAY", help=f"of {', '.join(WAYS)}")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dir", type=Path, help="on the storage to be tried; default: the folder for temporary files")
@@ -126,6 +128,15 @@ def try_soak(options: argparse.Namespace, folder: Path) -> tuple[dict[str, Any],
     return {"excess": report.excess(), **asdict(report)}, bool(report.excess() or report.unexpected)
 
 
+def try_tier_kills(options: argparse.Namespace, folder: Path) -> tuple[dict[str, Any], bool]:
+    """Kill flushers while they carry checkpoints to an object store; likewise."""
+    problems = run_tier_kills(folder, options.tier_kills, options.seed)
+    for place, found in problems.items():
+        print(f"BROKEN: {place}: {'; '.join(found)}")
+    print(f"{options.tier_kills} kills during uploads, {len(problems)} broken promises\n")
+    return {"problems": problems}, bool(problems)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
     if options.dir is not None:
@@ -133,7 +144,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder = Path(tempfile.mkdtemp(prefix="datastates-stress-", dir=options.dir))
     figures: dict[str, Any] = {"seed": options.seed}
     is_broken = False
-    wanted = {try_kills: options.kills, try_power_losses: options.power_losses, try_soak: options.saves}
+    wanted = {
+        try_kills: options.kills,
+        try_power_losses: options.power_losses,
+        try_soak: options.saves,
+        try_tier_kills: options.tier_kills,
+    }
     for part in (part for part, count in wanted.items() if count):
         name = part.__name__.removeprefix("try_")
         (folder / name).mkdir()

@@ -21,11 +21,12 @@ import torch
 from click.testing import CliRunner
 
 from datastates import CheckpointEngine
-from datastates.cli import ls, main
+from datastates.cli import ls, main, watch
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "cli.md"
 MODEL_NAME = "mp_rank_00_model_states.pt"
 STEPS = (100, 200, 300, 400)
+WATCHED_AT = 1796000185.0
 AGES = ("3.1 h", "2.1 h", "1.1 h", "3 min")
 
 _BLOCK = re.compile(r"^<!-- screens -->\n.*?^<!-- end of screens -->$", re.MULTILINE | re.DOTALL)
@@ -56,6 +57,8 @@ def sound() -> Iterator[str]:
     yield screen("show checkpoints/global_step300")
     yield screen("diff checkpoints/global_step100 checkpoints/global_step300")
     yield screen("stats events")
+    yield "The same job as it was seen while it ran:\n"
+    yield screen("watch checkpoints --events events --once")
 
 
 def damaged() -> Iterator[str]:
@@ -77,7 +80,11 @@ def damaged() -> Iterator[str]:
 def screen(command: str) -> str:
     """What a command prints, in a block of Markdown, with its exit code where that is not 0."""
     ages = iter(AGES)
-    with mock.patch.object(ls, "duration_text", lambda _seconds: next(ages)):
+    with (
+        mock.patch.object(ls, "duration_text", lambda _seconds: next(ages)),
+        mock.patch.object(watch, "now", lambda: WATCHED_AT),
+        mock.patch.object(watch, "_latest_in", lambda _folder: (f"global_step{STEPS[-1]}", WATCHED_AT - 20.1)),
+    ):
         done = CliRunner().invoke(main, shlex.split(command), prog_name="datastates")
     if done.exit_code >= 70:
         raise RuntimeError(f"datastates {command} failed: {done.output}")
@@ -119,10 +126,19 @@ def _records(rank: int, number: int, step: int) -> Iterator[dict[str, object]]:
     begin = 1000.0 + 60 * number
     folder = Path("checkpoints", f"global_step{step}").absolute()
     common = {"rank": rank, "attempt": f"run-{number}", "path": str(folder / f"rank{rank}.pt")}
-    ends = {"save": 0.021 + 0.002 * rank, "staged": 1.4, "durable": 4.25 + 0.5 * rank}
-    for event, seconds in ends.items():
-        yield {"event": event, **common, "begin": begin, "end": begin + seconds, "nbytes": 4200 * _MIB}
+    if not number:
+        clock = {"time": WATCHED_AT - 205, "host": f"node{rank + 1}", "pid": 4711}
+        yield {"event": "clock", "rank": rank, "begin": 1000.0, "end": 1000.0, **clock}
+    nbytes = {"nbytes": 4200 * _MIB}
+    yield {"event": "save", **common, "begin": begin, "end": begin + 0.021 + 0.002 * rank, **nbytes}
+    yield {"event": "stage", **common, "begin": begin, "end": begin + 1.4, "index": 0, **nbytes}
+    yield {"event": "staged", **common, "begin": begin, "end": begin + 1.4, **nbytes}
     yield {"event": "fence", "rank": rank, "begin": begin + 1.1, "end": begin + 1.1 + 0.05 * number, "num_files": 1}
+    for count in range(2):
+        steps = {"begin": begin + 0.6 * count, "end": begin + 0.6 * (count + 1), "number": 100 * number + count + 2}
+        yield {"event": "step", "rank": rank, **steps}
+    yield {"event": "flush", **common, "begin": begin + 0.1, "end": begin + 4.2 + 0.5 * rank, "index": 0, **nbytes}
+    yield {"event": "durable", **common, "begin": begin, "end": begin + 4.25 + 0.5 * rank, **nbytes}
     if rank == 0:
         whole = {"path": str(folder), "nbytes": 8400 * _MIB}
         yield {"event": "committed", **common, **whole, "begin": begin, "end": begin + 4.9}

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from datastates.config import _RULES, GIB, KIB, MIB, CheckpointConfig
 from datastates.errors import ConfigError
+from datastates.tier_settings import TierSettings
 
 SETTINGS = Path(__file__).resolve().parent.parent / "docs" / "settings.md"
 from_section = CheckpointConfig.from_section
@@ -43,7 +44,11 @@ def test_every_field_can_be_set_from_the_section():
         "close_timeout_seconds": 2.5,
         "grace_seconds": 0,
         "events_dir": "events",
+        "metrics_dir": "metrics",
         "wait_on_save": True,
+        "shared_directory": True,
+        "tiers": (TierSettings("/local"), TierSettings("s3://bucket/run", keep_last=2)),
+        "carry_timeout_seconds": 1.5,
         "when_busy": "skip",
         "verify_staging": True,
     }
@@ -115,7 +120,7 @@ def test_unknown_key_names_the_nearest_known_one(key, nearest):
 
 
 def test_a_key_like_no_other_still_lists_the_known_ones():
-    with pytest.raises(ConfigError, match=r"unknown key 7; did you mean .*Known: close_timeout_seconds, .*when_busy$"):
+    with pytest.raises(ConfigError, match=r"unknown key 7; did you mean .*Known: carry_timeout_seconds, .*when_busy$"):
         from_section({"host_cache_size": 1, 7: 1})
 
 
@@ -142,7 +147,10 @@ def test_a_key_like_no_other_still_lists_the_known_ones():
         ("commit_timeout_seconds", math.inf, "a number of seconds > 0"),
         ("close_timeout_seconds", None, "a number of seconds > 0"),
         ("grace_seconds", -0.1, "a number of seconds >= 0"),
+        ("carry_timeout_seconds", -1, "a number of seconds >= 0"),
+        ("tiers", "s3://bucket/run", "a list of tiers"),
         ("events_dir", "", "a path"),
+        ("metrics_dir", "", "a path"),
         ("events_dir", 3, "a path"),
     ],
 )

@@ -19,6 +19,7 @@ from datastates.errors import (
     DataStatesError,
     FlusherDiedError,
     ForeignObjectError,
+    GraphCaptureError,
     HostCacheError,
     MismatchError,
     ProtocolError,
@@ -36,6 +37,7 @@ EXAMPLES = [
     (StateError("cannot save a lambda"), TypeError, {"fqn": ""}),
     (ClosedError("the engine was closed"), RuntimeError, {}),
     (TornSnapshotError("2 tensors changed", ("a.w", "a.b")), RuntimeError, {"fqns": ("a.w", "a.b")}),
+    (GraphCaptureError("the current stream is recording a graph"), RuntimeError, {}),
     (HostCacheError("no room for 4 GiB"), MemoryError, {}),
     (
         StorageError("cannot write /x/a.pt: No space left on device", errno.ENOSPC, "/x/a.pt", 3),

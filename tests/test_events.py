@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import threading
+import time
 
 import pytest
 
@@ -13,7 +14,10 @@ from datastates.events import EventLog, now
 
 
 def lines(path):
-    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+    """The records of a file but for those that say what time it is."""
+    found = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+    assert found[0]["event"] == "clock"
+    return [record for record in found if record["event"] != "clock"]
 
 
 def test_a_record_reaches_the_listener_and_the_file(tmp_path):
@@ -78,7 +82,7 @@ def test_paths_that_are_no_utf8_and_values_that_are_no_json_are_written(tmp_path
     assert (os.fsencode(record["path"]), record["error"], record["name"]) == (b"/x/\xff.pt", "bad", "é")
 
 
-def test_a_full_disk_harms_no_save_and_the_first_error_is_kept(tmp_path):
+def test_a_full_disk_harms_no_save_and_is_told_once(tmp_path, caplog):
     (tmp_path / "events-rank00000.jsonl").symlink_to("/dev/full")
     heard = []
     log = EventLog(directory=str(tmp_path), listener=heard.append)
@@ -89,6 +93,8 @@ def test_a_full_disk_harms_no_save_and_the_first_error_is_kept(tmp_path):
     log.close()
     assert log.error is first
     assert len(heard) == 2
+    (told,) = caplog.messages
+    assert "events-rank00000.jsonl: records of saves cannot be written" in told
 
 
 def test_close_is_idempotent_and_later_records_reach_the_listener_only(tmp_path):
@@ -98,18 +104,79 @@ def test_close_is_idempotent_and_later_records_reach_the_listener_only(tmp_path)
     log.close()
     log.record("save", 0.0, 1.0)
     assert len(heard) == 1 and log.error is None
-    assert (tmp_path / "events-rank00000.jsonl").read_bytes() == b""
+    assert lines(tmp_path / "events-rank00000.jsonl") == []
 
 
-def test_an_exception_of_the_listener_is_the_listeners(tmp_path):
+def test_a_listener_that_fails_harms_nobody_and_is_told_once(tmp_path, caplog):
     def listener(record):
         raise KeyError(record["event"])
 
+    heard = []
     log = EventLog(directory=str(tmp_path), listener=listener)
-    with pytest.raises(KeyError, match="durable"):
-        log.record("durable", 0.0, 1.0)
+    log.add(heard.append)
+    log.record("durable", 0.0, 1.0)
+    log.record("committed", 0.0, 2.0)
     log.close()
-    assert len(lines(tmp_path / "events-rank00000.jsonl")) == 1
+    assert [record["event"] for record in heard] == ["durable", "committed"]
+    assert lines(tmp_path / "events-rank00000.jsonl") == heard
+    (told,) = caplog.records
+    assert "'durable'" in told.getMessage() and told.exc_info[0] is KeyError
+
+
+def test_what_is_added_is_ended_once():
+    ended = []
+    log = EventLog()
+    log.add(lambda record: None, lambda: ended.append(True))
+    log.close()
+    log.close()
+    assert ended == [True]
+
+
+def test_a_signal_handler_may_record_while_its_thread_does(tmp_path, monkeypatch):
+    log = EventLog(directory=str(tmp_path))
+    write, nested = os.write, iter([True])
+
+    def interrupted(descriptor, data):
+        if next(nested, False):  # as if a signal came here: its handler saves
+            log.record("save", 0.0, 1.0)
+        return write(descriptor, data)
+
+    monkeypatch.setattr(os, "write", interrupted)
+    log.record("step", 0.0, 1.0)
+    log.close()
+    assert [record["event"] for record in lines(tmp_path / "events-rank00000.jsonl")] == ["save", "step"]
+
+
+def test_a_file_says_what_time_its_clock_means(tmp_path):
+    before = time.time()
+    EventLog(3, str(tmp_path)).close()
+    (record,) = map(json.loads, (tmp_path / "events-rank00003.jsonl").read_text().splitlines())
+    assert before <= record["time"] <= time.time()
+    assert abs((time.time() - now()) - (record["time"] - record["begin"])) < 1.0
+    assert (record["event"], record["host"], record["pid"]) == ("clock", os.uname().nodename, os.getpid())
+
+
+def test_half_a_line_that_a_killed_run_left_costs_no_other(tmp_path):
+    path = tmp_path / "events-rank00000.jsonl"
+    path.write_text('{"event": "sta')
+    log = EventLog(directory=str(tmp_path))
+    log.record("save", 0.0, 1.0)
+    log.close()
+    cut, *others = path.read_text().splitlines()
+    assert cut == '{"event": "sta'
+    assert [json.loads(line)["event"] for line in others] == ["clock", "save"]
+
+
+def test_half_a_line_that_a_full_disk_left_costs_no_other(tmp_path, monkeypatch):
+    log = EventLog(directory=str(tmp_path))
+    write = os.write
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:10]))
+        log.record("save", 0.0, 1.0)
+    log.record("step", 0.0, 1.0)
+    log.close()
+    _, cut, last = (tmp_path / "events-rank00000.jsonl").read_text().splitlines()
+    assert (cut, json.loads(last)["event"]) == ('{"event": ', "step")
 
 
 def test_nothing_is_made_when_nobody_asks(tmp_path, monkeypatch):

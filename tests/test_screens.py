@@ -22,5 +22,5 @@ def test_the_document_shows_what_the_commands_print(tmp_path, monkeypatch, capsy
 
 def test_each_command_is_shown():
     text = write_screens.DOCUMENT.read_text("utf-8").partition("<!-- screens -->")[2]
-    for command in ("ls", "show", "diff", "stats", "verify", "prune"):
+    for command in ("ls", "show", "diff", "stats", "watch", "verify", "prune"):
         assert f"$ datastates {command} " in text

@@ -12,9 +12,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from datastates.catalog import list_checkpoints
     from datastates.checkpoint_engine import CheckpointEngine
+    from datastates.checkpointer import Checkpointer
     from datastates.config import CheckpointConfig
     from datastates.contents.listing import list_file
     from datastates.errors import DataStatesError
+    from datastates.integrations.dcp_reader import DataStatesReader
+    from datastates.integrations.dcp_writer import DataStatesWriter
     from datastates.integrity import verify
     from datastates.latest import load_latest
     from datastates.reader import load
@@ -22,7 +25,10 @@ if TYPE_CHECKING:
 __all__ = [
     "CheckpointConfig",
     "CheckpointEngine",
+    "Checkpointer",
     "DataStatesError",
+    "DataStatesReader",
+    "DataStatesWriter",
     "list_checkpoints",
     "list_file",
     "load",
@@ -34,7 +40,10 @@ __version__ = "0.1.0"
 _HOMES = {
     "CheckpointConfig": "datastates.config",
     "CheckpointEngine": "datastates.checkpoint_engine",
+    "Checkpointer": "datastates.checkpointer",
     "DataStatesError": "datastates.errors",
+    "DataStatesReader": "datastates.integrations.dcp_reader",
+    "DataStatesWriter": "datastates.integrations.dcp_writer",
     "list_checkpoints": "datastates.catalog",
     "list_file": "datastates.contents.listing",
     "load": "datastates.reader",

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
+from datastates.advice import HEADROOM
 from datastates.checkpoint_engine import CheckpointEngine
 from datastates.config import GIB
 from datastates.doctor.disk import DiskMeasurement, measure_disk
-from datastates.doctor.findings import figure
-from datastates.doctor.pace import HEADROOM
 from datastates.errors import ConfigError, StorageError
+from datastates.figures import figure
 from datastates.reading import Progress
 from datastates.system_calls import patiently
 

@@ -10,28 +10,37 @@ from __future__ import annotations
 import importlib
 import os
 import threading
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
-
-from torch import distributed
 
 from datastates import reader, recovery
 from datastates.attempt import Attempt
 from datastates.attempt_folder import checkpoint_of
 from datastates.config import SECTION, CheckpointConfig
-from datastates.errors import CheckpointNotFoundError, CommitError, ConfigError, CorruptCheckpointError
+from datastates.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError, TopologyError
 from datastates.fence import Fence
-from datastates.fqns import listed
+from datastates.manifest import read_commit
+from datastates.node_parts import ranges_of
+from datastates.nodes.grouping import agree_on_nodes
 from datastates.paths import resolved
+from datastates.ranks import Ranks, agree_on_run, is_initialized
 from datastates.saver import Saver, open_savers
 from datastates.state import IsEager
+from datastates.when_busy import Start, agree_on_start
+from datastates.whole_records import doubt
+
+NODE_STORAGE = (
+    f"{SECTION}.shared_directory is false, so each node must have all files that its ranks load: add"
+    ' {"checkpoint": {"use_node_local_storage": true}} to DeepSpeed\'s config'
+)
+"""With that setting the first rank of each node saves what otherwise rank 0 alone does.
+
+Source: deepspeed 0.19.8, runtime/engine.py, and runtime/config.py for the attribute of that name.
+"""
 
 MAX_RANKS = 10**7
 """More ranks than any machine has; a larger number is a mistake."""
-
-_TAGS_SHOWN = 8
 
 
 class CheckpointEngine:
@@ -61,9 +70,19 @@ class CheckpointEngine:
         config = CheckpointConfig.from_section(_section(deepspeed_config))
         self.config = config
         self._is_forgiving = from_deepspeed
-        world_size, run_id = _agree_on_run()
+        self._ranks = Ranks()
+        run_id = agree_on_run(self._ranks)
+        self.nodes = agree_on_nodes(self._ranks, config, run_id)
+        """Those of the job, where they share no directory; None where they do, or there is one."""
+        if self.nodes is not None and not getattr(deepspeed_config, "use_node_local_storage", True):
+            raise ConfigError(NODE_STORAGE)
         self._saver = Saver(
-            config, rank=_check_rank(rank), world_size=world_size, run_id=run_id, forgiving=from_deepspeed
+            config,
+            rank=_check_rank(rank, self._ranks),
+            world_size=self._ranks.size,
+            run_id=run_id,
+            forgiving=from_deepspeed,
+            nodes=self.nodes,
         )
         self._open = threading.local()  # .attempt: the checkpoint that this thread is in
         self.eager_rule: Callable[[object], IsEager] | None = None
@@ -132,12 +151,14 @@ class CheckpointEngine:
         Raises:
             CheckpointNotFoundError: there is no such file, or the checkpoint it belongs to was never completed.
             CorruptCheckpointError: its structure or size is wrong.
+            TopologyError: the file is on another node.
             DataStatesError: the save of this file that was in flight is lost; what is there is older.
         """
         for saver in open_savers():
             saver.wait_staged()
             saver.wait_for(path)
         check_committed(path)
+        check_on_this_node(path)
         return reader.load(path, map_location, weights_only=False)
 
     def wait(self, persist: bool = False, timeout: float | None = None) -> bool:
@@ -155,8 +176,20 @@ class CheckpointEngine:
             self._saver.wait_staged(timeout)
         return True
 
+    def wait_carried(self, timeout: float | None = None) -> None:
+        """Block until every checkpoint so far is committed in all ``tiers``; also after `close`.
+
+        Raises:
+            DataStatesError: as `wait` with ``persist``.
+            WaitTimeoutError: not done within ``timeout`` seconds; names what is not.
+        """
+        self._saver.wait_carried(timeout)
+
     def close(self) -> None:
-        """Finish all saves, then free the cache and end the flusher; idempotent. Raises what `wait` would."""
+        """Finish all saves, then free the cache and end the flusher; idempotent. Raises what `wait` would.
+
+        Where there are ``tiers``, the flusher goes on carrying for ``carry_timeout_seconds``; that is not waited for.
+        """
         self._saver.close(self.config.close_timeout_seconds)
 
     def __enter__(self) -> CheckpointEngine:
@@ -173,7 +206,8 @@ class CheckpointEngine:
         inside drops the checkpoint, and the other ranks learn of it.
 
         Args:
-            directory: the checkpoint's folder; all files saved inside lie in it. The ranks share it.
+            directory: the checkpoint's folder; all files saved inside lie in it. The ranks share it, or with
+                ``shared_directory`` off those of a node do.
             tag: what ``latest`` beside the folder shall say.
             update_latest: whether to write ``latest`` once the checkpoint is committed.
 
@@ -185,9 +219,10 @@ class CheckpointEngine:
         """
         if getattr(self._open, "attempt", None) is not None:
             raise ValueError(f"{directory}: a checkpoint is open already, they cannot be nested")
-        skip, dropped, refusal = self._agree(directory, tag)
-        self._saver.drop(dropped, f"{directory} was saved")
-        attempt = self._saver.begin(directory, tag, update_latest=update_latest, skip=skip, refusal=refusal)
+        start = self._agree(directory, tag)
+        attempt = self._saver.begin(
+            directory, tag, update_latest=update_latest, skip=start.is_skipped, refusal=start.refusal
+        )
         self._open.attempt = attempt
         try:
             if not self._is_forgiving:
@@ -201,33 +236,14 @@ class CheckpointEngine:
         finally:
             self._open.attempt = None
 
-    def _agree(self, directory: str, tag: str) -> tuple[bool, list[str], CommitError | None]:
-        """Whether to skip the next checkpoint, the attempts to drop for it, why not to save at all: as on all ranks.
+    def _agree(self, directory: str, tag: str) -> Start:
+        """DeepSpeed checks by itself that the ranks use one tag, and may be told to go on if not: then all are asked.
 
-        DeepSpeed checks by itself that the ranks use one tag, and may be told to go on if not. No rank must wait then
-        for parts of a checkpoint that the others do not make.
+        In other jobs a mistake ends in an error that names the ranks, at the price of ``commit_timeout_seconds``.
         """
-        policy = self.config.when_busy
-        if policy == "queue" and not self._is_forgiving:
-            return False, [], None
-        known = _gather((tag, self._saver.is_busy, self._saver.waiting))
-        tags = [other for other, _, _ in known]
-        if len(set(tags)) > 1:
-            named = {rank: f"it saves {other!r}" for rank, other in enumerate(tags)}
-            shown = listed([f"rank {rank} {other!r}" for rank, other in enumerate(tags)], _TAGS_SHOWN)
-            message = f"{directory}: nothing is saved, since the ranks save different checkpoints: {shown}"
-            return False, [], CommitError(message, named, tag)
-        return policy == "skip" and any(busy for _, busy, _ in known), known[0][2] if policy == "replace" else [], None
-
-
-def _gather(value: Any) -> list[Any]:
-    """The value of every rank. With ``torch.distributed`` initialised a collective on the calling thread."""
-    num_ranks = _num_ranks()
-    if num_ranks == 1:
-        return [value]
-    values: list[Any] = [None] * num_ranks
-    distributed.all_gather_object(values, value)
-    return values
+        if self.config.when_busy == "queue" and not self._is_forgiving:
+            return Start()
+        return agree_on_start(self._saver, self._ranks, directory, tag, self.config.when_busy)
 
 
 def check_committed(path: str) -> None:
@@ -249,12 +265,27 @@ def check_committed(path: str) -> None:
         raise CheckpointNotFoundError(
             f"{directory} holds a checkpoint that was never completed; load another one (its folder may be deleted)"
         )
+    problem = doubt(directory, record)
+    if problem:
+        raise CheckpointNotFoundError(f"{directory} is not loaded: {problem}")
     expected = record.file_nbytes.get(os.path.relpath(path, directory))
     if expected is None or not os.path.exists(path):
         return
     found = os.path.getsize(path)
     if found != expected:
         raise CorruptCheckpointError(f"{path}: {found} bytes found, {expected} expected by its manifest", path)
+
+
+def check_on_this_node(path: str) -> None:
+    """Raise TopologyError where a file is missing, and its folder holds one node's part of a checkpoint."""
+    directory = None if os.path.exists(path) else checkpoint_of(resolved(path))
+    record = None if directory is None else read_commit(directory)
+    if record is not None and record.node is not None:
+        nodes = ", ".join(f"{record.node.described(index)}" for index in range(record.node.num_nodes))
+        raise TopologyError(
+            f"{path} is not here: {directory} is the {record.node}, with the files of ranks"
+            f" {ranges_of(record.node.ranks)}; it was saved on {nodes}: start each rank where its files are"
+        )
 
 
 def _section(deepspeed_config: object) -> Any:
@@ -265,28 +296,11 @@ def _section(deepspeed_config: object) -> Any:
     return deepspeed_config if settings is None else settings.config
 
 
-def _check_rank(rank: int | None) -> int:
-    if not _is_distributed():
+def _check_rank(rank: int | None, ranks: Ranks) -> int:
+    if not is_initialized():
         if rank is not None and not (isinstance(rank, int) and 0 <= rank < MAX_RANKS):
             raise ConfigError(f"rank is {rank!r}, expected a number from 0")
         return rank or 0
-    own = int(distributed.get_rank())
-    if rank not in (None, own):
-        raise ConfigError(f"rank is {rank}, but torch.distributed says that this process is rank {own}")
-    return own
-
-
-def _agree_on_run() -> tuple[int, str]:
-    """World size and an id that all ranks share and no other run has."""
-    shared, num_ranks = [uuid.uuid4().hex[:12]], _num_ranks()
-    if num_ranks > 1:
-        distributed.broadcast_object_list(shared, src=0)
-    return num_ranks, shared[0]
-
-
-def _is_distributed() -> bool:
-    return distributed.is_available() and distributed.is_initialized()
-
-
-def _num_ranks() -> int:
-    return int(distributed.get_world_size()) if _is_distributed() else 1
+    if rank not in (None, ranks.rank):
+        raise ConfigError(f"rank is {rank}, but torch.distributed says that this process is rank {ranks.rank}")
+    return ranks.rank

@@ -12,11 +12,12 @@ from __future__ import annotations
 import difflib
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 from datastates.errors import ConfigError
+from datastates.tier_settings import TierLike, TierSettings, read_tiers
 
 _log = logging.getLogger(__name__)
 
@@ -93,15 +94,29 @@ class CheckpointConfig:
     events_dir: str | None = None
     """Directory for event records, one file of JSON lines per rank; None: none are written."""
 
+    metrics_dir: str | None = None
+    """Directory for metrics as OpenMetrics text, one file per rank that is rewritten; None: none are written."""
+
     when_busy: str = "queue"
     """What a save does while an earlier checkpoint (or lone file) is not committed yet. ``"queue"``: it follows.
     ``"skip"``: it is not made. ``"replace"``: it follows, and those are dropped that wait behind the oldest. With the
     latter two, ranks agree at each checkpoint by a small collective on the calling thread."""
 
+    tiers: Sequence[TierLike] | None = None
+    """Where checkpoints are carried to, in the background: paths, URLs, or mappings of the fields of
+    `tier_settings.TierSettings`. The first is the directory that they are saved below. See docs/tiers.md."""
+
+    carry_timeout_seconds: float = 600.0
+    """How long the flusher process goes on carrying after ``close()`` or the trainer's end. The next start goes on."""
+
     verify_staging: bool = False
     """A debugging aid: every lazily copied tensor is read inside ``save()`` and again when the fence closes, and both
     are compared with what was copied; a checkpoint is asked to commit only then. Finds every write that an open fence
     did not see, by the tensor's name, at the price of reading the state twice more while the training waits."""
+
+    shared_directory: bool = True
+    """Whether all nodes see the directory that is saved to. False: each node commits the part of its own ranks in a
+    directory of its own, and learns through the job's store that all have. See docs/nodes.md."""
 
     wait_on_save: bool = False
     """True: DeepSpeed's ``save_checkpoint`` returns only when the checkpoint is committed."""
@@ -109,11 +124,22 @@ class CheckpointConfig:
     def __post_init__(self) -> None:
         for name, rule in _RULES.items():
             _require(rule, name, getattr(self, name))
+        if self.tiers is not None:
+            object.__setattr__(self, "tiers", read_tiers(self.tiers))
+        if self.tiers and not self.shared_directory:
+            message = "shared_directory is false, and there are tiers: a node's part alone is not carried on"
+            raise ConfigError(message)
         if self.slab_bytes is not None and self.slab_bytes * MIN_SLABS > self.host_cache_bytes:
             raise ConfigError(
                 f"slab_bytes is {self.slab_bytes}, expected at most a quarter of the host cache, which is"
                 f" {self.host_cache_bytes // MIN_SLABS} of {self.host_cache_bytes} bytes"
             )
+
+    def require_shared_directory(self, who: str) -> None:
+        """Raise ConfigError where nodes share no directory, and whoever saves cannot do with that."""
+        if not self.shared_directory:
+            message = f"shared_directory is false, and {who} needs one: only Checkpointer and DeepSpeed do without"
+            raise ConfigError(message)
 
     @property
     def slab_nbytes(self) -> int:
@@ -122,6 +148,11 @@ class CheckpointConfig:
             return self.slab_bytes
         share = self.host_cache_bytes // _SLABS_WANTED // DIRECT_IO_BYTES * DIRECT_IO_BYTES
         return max(MIN_SLAB_BYTES, min(MAX_SLAB_BYTES, share))
+
+    @property
+    def all_tiers(self) -> tuple[TierSettings, ...]:
+        """`tiers`, as they were read."""
+        return read_tiers(self.tiers or ())
 
     @classmethod
     def from_section(cls, section: Mapping[str, Any] | None) -> CheckpointConfig:
@@ -141,10 +172,12 @@ class CheckpointConfig:
         known = {entry.name for entry in fields(cls)} - {"host_cache_bytes"} | {"host_cache_size", "enabled"}
         for key in section:
             if key not in known:
-                raise ConfigError(_unknown_key(key, known))
+                raise ConfigError(_unknown_key(SECTION, key, known))
         settings = dict(section)
         _read_enabled(settings.pop("enabled", True))
-        host_cache_bytes = _gigabytes_to_bytes(settings.pop("host_cache_size", None))
+        host_cache_bytes = _gigabytes_to_bytes(
+            f"{SECTION}.host_cache_size", settings.pop("host_cache_size", None), f": {EXAMPLE}"
+        )
         try:
             config = cls(host_cache_bytes=host_cache_bytes, **settings)
         except ConfigError as error:
@@ -152,6 +185,19 @@ class CheckpointConfig:
         if config.parser_threads is not None:
             _log.info("%s.parser_threads is accepted and has no effect: remove it", SECTION)
         return config
+
+    @classmethod
+    def of_gigabytes(cls, host_cache_gb: float, settings: Mapping[str, Any]) -> CheckpointConfig:
+        """A config with a host cache in gigabytes of 2**30 bytes, and other fields by name.
+
+        Raises:
+            ConfigError: a field is unknown (names the nearest known one), or a value is wrong.
+        """
+        known = {entry.name for entry in fields(cls)} - {"host_cache_bytes"} | {"host_cache_gb"}
+        for key in settings:
+            if key not in known:
+                raise ConfigError(_unknown_key("the config", key, known))
+        return cls(host_cache_bytes=_gigabytes_to_bytes("host_cache_gb", host_cache_gb, ""), **settings)
 
 
 def _is_int(found: Any) -> bool:
@@ -170,7 +216,7 @@ _NBYTES: _Rule = (lambda found: _is_int(found) and found >= 0, "an integer >= 0 
 _SECONDS: _Rule = (lambda found: _is_number(found) and found > 0, "a number of seconds > 0")
 _GIGABYTES: _Rule = (
     lambda found: _is_number(found) and 0 < found <= _MAX_GIGABYTES,
-    f"a number of gigabytes (2**30 bytes), > 0 and <= {_MAX_GIGABYTES}: {EXAMPLE}",
+    f"a number of gigabytes (2**30 bytes), > 0 and <= {_MAX_GIGABYTES}",
 )
 
 _RULES: dict[str, _Rule] = {
@@ -193,8 +239,12 @@ _RULES: dict[str, _Rule] = {
     "close_timeout_seconds": _SECONDS,
     "grace_seconds": (lambda found: _is_number(found) and found >= 0, "a number of seconds >= 0"),
     "events_dir": (lambda found: found is None or (isinstance(found, str) and found != ""), "a path, or nothing"),
+    "metrics_dir": (lambda found: found is None or (isinstance(found, str) and found != ""), "a path, or nothing"),
     "when_busy": (lambda found: found in WHEN_BUSY, '"queue", "skip" or "replace"'),
+    "tiers": (lambda found: found is None or isinstance(found, (list, tuple)), "a list of tiers, or nothing"),
+    "carry_timeout_seconds": (lambda found: _is_number(found) and found >= 0, "a number of seconds >= 0"),
     "verify_staging": _BOOL,
+    "shared_directory": _BOOL,
     "wait_on_save": _BOOL,
 }
 
@@ -205,12 +255,12 @@ def _require(rule: _Rule, name: str, found: object) -> None:
         raise ConfigError(f"{name} is {found!r} ({type(found).__name__}), expected {expected}")
 
 
-def _gigabytes_to_bytes(found: Any) -> int:
-    """Bytes of a ``host_cache_size``, rounded down to whole pages."""
-    name = f"{SECTION}.host_cache_size"
+def _gigabytes_to_bytes(name: str, found: Any, example: str) -> int:
+    """Bytes of a number of gigabytes, rounded down to whole pages."""
     if found is None:
-        raise ConfigError(f"{name} is missing, expected a number of gigabytes (2**30 bytes): {EXAMPLE}")
-    _require(_GIGABYTES, name, found)
+        raise ConfigError(f"{name} is missing, expected a number of gigabytes (2**30 bytes){example}")
+    is_right, expected = _GIGABYTES
+    _require((is_right, expected + example), name, found)
     nbytes = int(found * GIB) // DIRECT_IO_BYTES * DIRECT_IO_BYTES
     if nbytes < _SMALLEST_CACHE:
         raise ConfigError(
@@ -231,6 +281,6 @@ def _read_enabled(found: Any) -> None:
         )
 
 
-def _unknown_key(key: object, known: set[str]) -> str:
+def _unknown_key(where: str, key: object, known: set[str]) -> str:
     nearest = difflib.get_close_matches(str(key), sorted(known), n=1, cutoff=0.0)
-    return f"{SECTION} has the unknown key {key!r}; did you mean {nearest[0]!r}? Known: {', '.join(sorted(known))}"
+    return f"{where} has the unknown key {key!r}; did you mean {nearest[0]!r}? Known: {', '.join(sorted(known))}"

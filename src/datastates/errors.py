@@ -7,6 +7,7 @@
     ├── StateError             (TypeError)       a leaf of the state cannot be saved; names its fqn
     ├── ClosedError            (RuntimeError)    the object was closed, or belongs to another process
     ├── TornSnapshotError      (RuntimeError)    a tensor changed between save() and its copy
+    ├── GraphCaptureError      (RuntimeError)    a save, or a wait for one, in the midst of recording a graph
     ├── HostCacheError         (MemoryError)     the host cache cannot be made as large as asked
     ├── SaveSkippedError       (RuntimeError)    a save was not made, or was dropped, as ``when_busy`` asks
     ├── StorageError           (OSError)         a file could not be written; carries path, errno, rank, tag
@@ -70,6 +71,10 @@ class TornSnapshotError(DataStatesError, RuntimeError):
 
     def __str__(self) -> str:
         return str(self.args[0])
+
+
+class GraphCaptureError(DataStatesError, RuntimeError):
+    """``save()`` was called, or a save waited for, while the device's current stream was recording a graph."""
 
 
 class SaveSkippedError(DataStatesError, RuntimeError):

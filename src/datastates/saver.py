@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from multiprocessing.util import Finalize
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -32,12 +32,20 @@ from datastates.events import EventLog, Listener, now
 from datastates.flusher.client import CommitResult, FlushFile
 from datastates.flusher.work import running_future
 from datastates.machinery import Machinery
+from datastates.nodes.following import Following
+from datastates.nodes.grouping import Nodes
+from datastates.openmetrics import MetricsFile, metrics_path
 from datastates.outcomes import Outcomes
 from datastates.paths import check_target, resolved
+from datastates.promised_job import PromisedJob
+from datastates.run_meter import RunMeter
 from datastates.side_files import plan_side_file
 from datastates.staging_job import StagingJob, torn_error
 from datastates.state import EagerRule, IsEager
+from datastates.tiers.store import check_installed
+from datastates.tiers.watch import CarryWatch
 from datastates.verification import SourceCheck
+from datastates.whole_records import is_whole_part
 
 if TYPE_CHECKING:
     from datastates.plan import FilePlan
@@ -69,6 +77,7 @@ class Saver:
         run_id: str,
         listener: Listener | None = None,
         forgiving: bool = False,
+        nodes: Nodes | None = None,
     ) -> None:
         """Make the host cache and start the flusher process; blocks for some milliseconds.
 
@@ -80,11 +89,13 @@ class Saver:
             rank: this process's rank.
             world_size: number of ranks that take part in every checkpoint.
             run_id: equal on all ranks of this run, unlike in any other run.
-            listener: receives event records.
+            listener: receives event records, see `EventLog.add`.
             forgiving: a checkpoint that commits makes up for earlier failures: these are in the log, but are not
                 raised any more.
+            nodes: those of the job, where ``shared_directory`` is off and there are several.
 
         Raises:
+            ConfigError: a tier needs a library that is not installed.
             HostCacheError: the memory is not there.
             StorageError: with ``fast_cache_init`` off: it cannot be reserved.
             FlusherDiedError: the flusher process does not start.
@@ -98,9 +109,16 @@ class Saver:
         self._unverified: list[tuple[Attempt, Callable[[], Future[CommitResult]]]] = []
         self._planner = formats.Planner()
         self._budget = EagerBudget(config.eager_budget_bytes)
+        check_installed(config.all_tiers)
+        self._following: Following | None = None
+        if nodes is not None:
+            self._following = Following(nodes.part, rank, nodes.store, config.commit_timeout_seconds)
+        self._carry_watch = CarryWatch(config.all_tiers)
         self._attempt_by_job: weakref.WeakKeyDictionary[StagingJob[FlushFile], Attempt] = weakref.WeakKeyDictionary()
-        self._commit_log = CommitLog(config.host_cache_bytes)
-        self.events = EventLog(rank, config.events_dir, listener)
+        self.events = _open_events(config, rank, listener)
+        meter = RunMeter(config.host_cache_bytes)
+        self.events.add(meter.note)
+        self._commit_log = CommitLog(self.events, meter)
         self._outcomes = Outcomes(self.events, self._note_committed, forgiving)
         self._machinery = Machinery(
             config,
@@ -110,6 +128,7 @@ class Saver:
             on_reserved=self._note_reserved,
             on_lost=self._on_lost,
             verify=self._verify if config.verify_staging else None,
+            node=None if nodes is None else nodes.part,
         )
         self._cache, self._client = self._machinery.cache, self._machinery.client
         self._stager, self.fence = self._machinery.stager, self._machinery.fence
@@ -160,8 +179,12 @@ class Saver:
             raise ValueError(f"tag is {tag!r}, expected a text")
         directory = resolved(os.path.join(directory, ""))
         name = self._names.of_checkpoint(tag)
+        if refusal is None and not skip and self._following is not None and is_whole_part(directory):
+            message = f"{directory} is whole on all nodes, and is not replaced: save under another name"
+            refusal = CommitError(message, tag=tag)
         attempt = Attempt(name, directory, directory, tag, update_latest, is_skipped=skip or refusal is not None)
         if refusal is not None:
+            self._tell_nodes(attempt, refusal)
             self._outcomes.refuse(attempt, refusal)
         elif skip:
             self._outcomes.skip(attempt)
@@ -192,6 +215,7 @@ class Saver:
             StorageError: what has the path is no file; it is left alone.
             ValueError: the path cannot be one.
             ClosedError: the saver is closed, or belongs to another process.
+            GraphCaptureError: a device's current stream is recording a graph.
         """
         path = resolved(path)
         with self._entrance.inside():
@@ -215,19 +239,78 @@ class Saver:
         with self._entrance.inside():
             return self._save(resolved(path), attempt, lambda _: plan_side_file(source))
 
-    def _save(self, path: str, attempt: Attempt | None, make_plan: Callable[[Captures], FilePlan]) -> SaveHandle:
+    def promise(self, name: str, limit_seconds: float) -> PromisedJob:
+        """Hold the fence from now on for a save that `save_plan` will make, also on another thread.
+
+        Whoever is given the promise has to end it: by that save, by `PromisedJob.fail`, or by `PromisedJob.finish`. The
+        fence gives it up by itself when it has held up training for ``limit_seconds``.
+
+        Args:
+            name: what messages call the save.
+            limit_seconds: so long training may be held up before the save is made.
+
+        Raises:
+            ClosedError: the saver is closed, or belongs to another process.
+        """
+        with self._entrance.inside():
+            promise = PromisedJob(name, self._stager.copier, Captures(self._budget), limit_seconds)
+            self._follow_staging(promise)
+            self.fence.add(promise)
+            return promise
+
+    def save_plan(
+        self,
+        make_plan: Callable[[Captures], FilePlan],
+        path: str,
+        *,
+        attempt: Attempt,
+        promise: PromisedJob | None = None,
+    ) -> SaveHandle:
+        """Save a file whose bytes the caller has planned; otherwise as `save`, of a checkpoint.
+
+        Args:
+            make_plan: called once, on this thread, with what takes copies; those of the promise where there is one.
+            path: as for `save`.
+            attempt: the checkpoint that it belongs to.
+            promise: what has held the fence for it. Copies of devices' tensors wait for what the streams had been given
+                when the promise was marked ready, instead of now.
+
+        Raises:
+            DataStatesError: the promise has been given up: the state may have changed. Nothing is saved.
+            StorageError: what has the path is no file; it is left alone.
+            ClosedError: the saver is closed, or belongs to another process.
+        """
+        with self._entrance.inside():
+            return self._save(resolved(path), attempt, make_plan, promise)
+
+    @property
+    def torn_fqns(self) -> frozenset[str]:
+        """Tensors that have changed too early once: to be copied inside of the call from then on."""
+        return self._outcomes.torn_fqns
+
+    def _save(
+        self,
+        path: str,
+        attempt: Attempt | None,
+        make_plan: Callable[[Captures], FilePlan],
+        promise: PromisedJob | None = None,
+    ) -> SaveHandle:
         begin = now()
         check_target(path)
         is_lone = attempt is None
         attempt = attempt or self._lone_attempt(path)
         if attempt.is_skipped:
             return SaveHandle(path, 0, _done_future(), attempt.committed)
-        captures = Captures(self._budget)
+        queue = self._queue(attempt)
+        captures = Captures(self._budget) if promise is None else promise.captures
         try:
             plan = make_plan(captures)
+            captures.pack()
             eager_nbytes, nbytes = captures.nbytes, plan.nbytes
-            captures.hold(sum(segment.nbytes for segment in plan.segments if segment.is_literal) - eager_nbytes)
+            captures.hold(plan.literal_nbytes - (eager_nbytes - captures.bundled_nbytes))
             job = self._make_job(plan, path, attempt)
+            if promise is not None:
+                promise.keep(job)
         except BaseException:
             captures.release()
             raise
@@ -240,7 +323,7 @@ class Saver:
             name = attempt.name
             self._request(attempt, lambda: self._client.publish(name))
         names = {"attempt": attempt.name, "path": path}
-        self.events.record("save", begin, end, **names, nbytes=nbytes, eager_nbytes=eager_nbytes)
+        self.events.record("save", begin, end, **names, nbytes=nbytes, eager_nbytes=eager_nbytes, **queue)
         return handle
 
     def commit(self, attempt: Attempt) -> Future[CommitResult]:
@@ -253,13 +336,19 @@ class Saver:
             raise ValueError("a lone file is committed by save()")
         directory = attempt.directory
         if not attempt.is_skipped:
-            self._request(
-                attempt,
-                lambda: self._client.commit(
-                    attempt.name, directory, step_or_tag=attempt.tag, update_latest=attempt.update_latest
-                ),
-            )
+            self._request(attempt, lambda: self._ask_to_commit(attempt, directory))
         return attempt.committed
+
+    def _ask_to_commit(self, attempt: Attempt, directory: str) -> Future[CommitResult]:
+        """Done when the checkpoint is committed on all nodes."""
+        update_latest = attempt.update_latest and self._following is None  # a part alone is not named
+        part = self._client.commit(attempt.name, directory, step_or_tag=attempt.tag, update_latest=update_latest)
+        return part if self._following is None else self._following.follow(attempt, part)
+
+    def _tell_nodes(self, attempt: Attempt, error: BaseException) -> None:
+        """The other nodes need not wait for this one's part of an attempt."""
+        if self._following is not None and attempt.directory is not None:
+            self._following.give_up(attempt, error)
 
     def abort(self, attempt: Attempt, cause: str) -> None:
         """Drop a checkpoint that was begun: its files vanish, the other ranks learn the cause. Instead of `commit`."""
@@ -268,6 +357,7 @@ class Saver:
         attempt.error = CommitError(f"{attempt.path}: given up, {cause}", {self._rank: cause})
         self._give_up(attempt)
         self._client.publish(attempt.name)  # asks for the outcome, which is known; or the client would keep it for ever
+        self._tell_nodes(attempt, attempt.error)
         attempt.committed.set_exception(attempt.error)
 
     def wait_staged(self, timeout: float | None = None) -> None:
@@ -302,6 +392,21 @@ class Saver:
         """
         self.settle(timeout)
         self.raise_failure()
+
+    def wait_carried(self, timeout: float | None = None) -> None:
+        """Block until every checkpoint so far is committed, and in all tiers that it is carried to.
+
+        What the flusher has given up (removed at the first tier's limit, damaged, not kept by a tier's rules) is not
+        waited for; the log has said so. Works also after `close`.
+
+        Raises:
+            DataStatesError: as `wait_committed`.
+            WaitTimeoutError: not all is carried within ``timeout`` seconds; names what is not.
+        """
+        deadline = Deadline(timeout)
+        if self.is_open:
+            self.wait_committed(timeout)
+        self._carry_watch.wait(deadline.left())
 
     def raise_failure(self) -> None:
         """Raise the first background failure that has not been raised yet, and forget the others (they are logged)."""
@@ -344,7 +449,8 @@ class Saver:
         self._finalizer.cancel()
         self._entrance.wait_empty(deadline.left())
         errors: list[BaseException] = []
-        for end in (self._stager.close, self.wait_committed, self._client.close, self._machinery.free):
+        follow = () if self._following is None else (self._following.close,)
+        for end in (self._stager.close, self.wait_committed, *follow, self._client.close, self._machinery.free):
             try:
                 end(deadline.left())
             except (DataStatesError, OSError) as error:
@@ -375,6 +481,15 @@ class Saver:
         rule = EagerRule(self._config.eager_bytes, is_volatile)
         return self._planner.plan(state, formats.format_for(path, self._config.format), captures, rule)
 
+    def _queue(self, attempt: Attempt) -> dict[str, int]:
+        """How much is in flight, itself not counted: for the record ``save``."""
+        num_in_flight = sum(other is not attempt for other in self._outcomes.unsettled)
+        return {
+            "num_in_flight": num_in_flight,
+            "num_slabs": self._cache.num_slabs,
+            "num_free_slabs": self._cache.num_free,
+        }
+
     def _lone_attempt(self, path: str) -> Attempt:
         attempt = Attempt(self._names.of_lone_file(), path)
         if self._config.when_busy == "skip" and self.is_busy:
@@ -393,10 +508,7 @@ class Saver:
         """Hand the job to the stager; from here on the job gives back what was captured."""
         job.staged.add_done_callback(lambda _: captures.release())
         self._attempt_by_job[job] = attempt
-        entry = (job.path, job.staged)
-        with self._lock:
-            self._staging.append(entry)
-        job.staged.add_done_callback(lambda _: self._forget_staging(entry))
+        self._follow_staging(job)
         self.fence.add(job)
         try:
             self._stager.submit(job)
@@ -405,6 +517,12 @@ class Saver:
             job.finish(error)
             raise
         job.wait_eager(self._stager.copier)
+
+    def _follow_staging(self, job: StagingJob[Any]) -> None:
+        entry = (job.path, job.staged)
+        with self._lock:
+            self._staging.append(entry)
+        job.staged.add_done_callback(lambda _: self._forget_staging(entry))
 
     def _forget_staging(self, entry: tuple[str, Future[None]]) -> None:
         with self._lock:
@@ -448,7 +566,21 @@ class Saver:
             self._follow(attempt, ask)
 
     def _note_committed(self, attempt: Attempt) -> None:
+        if attempt.directory is not None:
+            self._carry_watch.note(attempt.directory, attempt.name)
         self._commit_log.note(attempt, self.fence.held_seconds, self._stager.starved_seconds)
+
+
+def _open_events(config: CheckpointConfig, rank: int, listener: Listener | None) -> EventLog:
+    events = EventLog(rank, config.events_dir, listener)
+    if config.metrics_dir is not None:
+        try:
+            metrics = MetricsFile(metrics_path(config.metrics_dir, rank))
+        except BaseException:
+            events.close()
+            raise
+        events.add(metrics, metrics.end)
+    return events
 
 
 def _done_future() -> Future[None]:

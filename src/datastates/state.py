@@ -17,6 +17,7 @@ from datastates.fqns import join
 
 __all__ = [
     "Capture",
+    "Captured",
     "EagerRule",
     "IsEager",
     "alias",
@@ -43,17 +44,26 @@ CONTAINERS = (dict, list, tuple, set, frozenset)
 """What tensors are looked for in, their subclasses included."""
 
 
+class Captured(Protocol):
+    """The bytes of a captured tensor, on their way from its device; a `plan.Readable`."""
+
+    nbytes: int
+
+    def read_into(self, offset: int, memory: memoryview) -> None:
+        """Fill ``memory`` with the bytes from ``offset`` on."""
+
+
 class Capture(Protocol):
     """Takes the bytes of an eager tensor, on the thread that calls ``save()``.
 
     The tensor is strided and on any device. The answer is one of
 
     * bytes: the row-major elements, conjugation and negation resolved, which nobody changes any more;
-    * a tensor of equally many bytes that nobody changes any more (a clone on the device);
+    * what gives those bytes when they have come from the device;
     * None: it cannot be captured now. The plan then keeps the tensor as a source before `FilePlan.eager_end`.
     """
 
-    def __call__(self, tensor: torch.Tensor) -> bytes | bytearray | memoryview | torch.Tensor | None: ...
+    def __call__(self, tensor: torch.Tensor) -> bytes | bytearray | memoryview | Captured | None: ...
 
 
 def capture_host(tensor: torch.Tensor) -> memoryview:

@@ -9,6 +9,7 @@ number ``first`` (default 0) for ``times`` calls (default: all that follow). Wha
 - ``"zero"``: a write stores nothing and says so
 - ``"kill"``: SIGKILL instead of the call
 - ``"killafter"``: SIGKILL after the call
+- ``"slow"``: the call takes ``seconds`` longer
 - ``"hold"``: the call waits until somebody writes to the FIFO ``gate``
 
 ``call``: a function of `os`, or ``flock``, or ``read`` (a small file is opened for reading). Which calls it applies to:
@@ -33,6 +34,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -120,6 +122,9 @@ def wrap(name: str, original: Callable[..., Any], rules: Rules) -> Callable[...,
         if then == "short":
             descriptor, data, offset = arguments
             return original(descriptor, memoryview(data)[: rule["nbytes"]], offset)
+        if then == "slow":
+            time.sleep(rule["seconds"])
+            return original(*arguments, **options)
         if then == "hold":
             _close(_open(rule["gate"], os.O_RDONLY))  # waits for a writer
             return original(*arguments, **options)

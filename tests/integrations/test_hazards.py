@@ -8,6 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from datastates.checkpoint_engine import CheckpointEngine
+from datastates.integrations.deepspeed import _take_model_step
 from datastates.integrations.hazards import eager_rule, hazards_of
 
 LARGE = torch.zeros(100)
@@ -88,3 +90,21 @@ def test_an_overlapped_step_is_warned_of(caplog):
         assert caplog.messages == []
         hazards_of(engine(ZenFlowZeroOptimizerSequential(), overlap_step=True))
     assert "overlap_step to false" in caplog.messages[0]
+
+
+def test_each_model_step_is_recorded_once():
+    parameter = torch.nn.Parameter(torch.ones(1))
+    parameter.grad = torch.ones(1)
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    records = []
+
+    def step_of_each_group(engine):
+        for _ in range(3):  # as ZeRO does
+            optimizer.step()
+
+    with CheckpointEngine({"host_cache_size": 2**-8}, rank=0) as inner:
+        inner.saver.events.add(records.append)
+        engine = SimpleNamespace(checkpoint_engine=SimpleNamespace(ckpt_engine=inner))
+        for _ in range(2):
+            _take_model_step(step_of_each_group)(engine)
+    assert [record["number"] for record in records if record["event"] == "step"] == [1, 2]

@@ -45,6 +45,12 @@ def print_rows(rows: Sequence[Sequence[str | Text]]) -> None:
     shown as `printable` does.
     """
     console = Console(highlight=False, soft_wrap=True)
+    for line in row_lines(rows):
+        console.print(line)
+
+
+def row_lines(rows: Sequence[Sequence[str | Text]]) -> Iterator[Text]:
+    """The lines that `print_rows` prints."""
     cells = [[_cell(cell, lines=number == len(row) - 1) for number, cell in enumerate(row)] for row in rows]
     widths = [max((cell_len(cell.plain) for cell in column), default=0) for column in zip(*cells, strict=True)]
     indent = sum(width + 2 for width in widths[:-1])
@@ -57,7 +63,7 @@ def print_rows(rows: Sequence[Sequence[str | Text]]) -> None:
             line.append(" " * indent if number else "")
             line.append_text(part)
             line.rstrip()
-            console.print(line)
+            yield line
             line = Text()
 
 

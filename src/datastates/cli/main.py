@@ -18,11 +18,14 @@ COMMANDS = {
     "convert": "Rewrite a checkpoint in another layout.",
     "diff": "Show what differs between two checkpoints or two files.",
     "doctor": "Say which checkpoint engine will be active, and whether this machine suits the settings.",
+    "fetch": "Bring a checkpoint from an object store or another tier to a folder.",
     "ls": "List the checkpoints in a folder.",
     "prune": "Show which older checkpoints are not needed, and remove them.",
     "show": "Show what a checkpoint or a file of one holds, without loading it.",
     "stats": "Show what the records of a run say about its saves.",
+    "trace": "Write what each rank did when as a trace for Perfetto.",
     "verify": "Compare a checkpoint with its checksums.",
+    "watch": "Show what a running job is doing, live.",
 }
 """Name and one-line help of each command, so that ``--help`` need not import them."""
 

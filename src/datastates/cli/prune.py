@@ -7,6 +7,7 @@ import os
 import click
 
 from datastates.catalog import CheckpointRecord
+from datastates.checkpoints.pins import is_pinned
 from datastates.cli.checkpoints import checkpoints_below
 from datastates.cli.console import json_option, print_json, print_rows, printable, size_text
 from datastates.errors import CheckpointNotFoundError
@@ -26,8 +27,9 @@ def command(
 ) -> None:
     """Show which checkpoints in DIRECTORY are not needed any more, and remove them with --yes.
 
-    Only complete checkpoints are counted and removed. What "latest" names stays, as do what a link points to, what is
-    damaged, and what is incomplete: a job may be writing it, and what a dead job has left is removed by the next start.
+    Only complete checkpoints are counted and removed. What "latest" names stays, as do what is pinned, what a link
+    points to, what is damaged, and what is incomplete: a job may be writing it, and what a dead job has left is removed
+    by the next start.
     Where DIRECTORY holds the folders of several runs, each is a series of its own. A checkpoint that is being removed
     is there whole or not at all.
     """
@@ -37,7 +39,8 @@ def command(
     unknown = set(keep) - {record.tag for record in records}
     if unknown:
         raise CheckpointNotFoundError(f"{directory}: no complete checkpoint is called {', '.join(sorted(unknown))}")
-    policy = RetentionPolicy(keep_last=keep_last, keep_every=keep_every, pinned=frozenset(keep))
+    pinned = frozenset(record.tag for record in records if is_pinned(record.path))
+    policy = RetentionPolicy(keep_last=keep_last, keep_every=keep_every, pinned=pinned | frozenset(keep))
     doomed = [
         record
         for series in _by_folder(records)

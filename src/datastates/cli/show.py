@@ -10,8 +10,11 @@ from dataclasses import asdict, dataclass, field
 import click
 from rich.text import Text
 
+from datastates.attempt_folder import has_attempts
 from datastates.cli.checkpoints import find_checkpoint
 from datastates.cli.console import json_option, path_text, print_json, print_rows, printable, size_text
+from datastates.contents.distributed_listing import list_distributed
+from datastates.contents.distributed_metadata import METADATA_NAME, SUFFIX
 from datastates.contents.listing import FileListing, TensorRecord, ValueRecord, list_file
 from datastates.errors import CheckpointNotFoundError
 
@@ -25,10 +28,10 @@ def command(checkpoint: str, match: str | None, tensors_only: bool, as_json: boo
     """Show what CHECKPOINT holds: names, shapes, dtypes, sizes, and the values that are no tensors.
 
     CHECKPOINT is a checkpoint's folder, a folder whose "latest" names one, or a single file of torch or safetensors,
-    whoever wrote it. No tensor is read and no code of the file is run, so this works for files that one does not trust,
-    and where the classes in them are not installed.
+    whoever wrote it; also a folder of torch.distributed.checkpoint. No tensor is read and no code of the file is run,
+    so this works for files that one does not trust, and where the classes in them are not installed.
     """
-    listings = [_selected(list_file(path), match, tensors_only) for path in _files(checkpoint)]
+    listings = [_selected(_listed(path), match, tensors_only) for path in _files(checkpoint)]
     if match is not None and not any(listing.tensors or listing.values for listing in listings):
         raise CheckpointNotFoundError(f"{checkpoint} has no name like {match!r}")
     if as_json:
@@ -42,10 +45,20 @@ def command(checkpoint: str, match: str | None, tensors_only: bool, as_json: boo
 
 
 def _files(path: str) -> list[str]:
-    if os.path.isdir(path):
-        record = find_checkpoint(path)
-        return [os.path.join(record.path, name) for name in sorted(record.file_nbytes)]
-    return [path]
+    """The files to list: of a distributed checkpoint the metadata, which say what lies in the others."""
+    if not os.path.isdir(path):
+        return [path]
+    if os.path.isfile(os.path.join(path, METADATA_NAME)) and not has_attempts(path):
+        return [os.path.join(path, METADATA_NAME)]
+    record = find_checkpoint(path)
+    names = sorted(record.file_nbytes)
+    if METADATA_NAME in names:
+        names = [name for name in names if not name.endswith(SUFFIX)]
+    return [os.path.join(record.path, name) for name in names]
+
+
+def _listed(path: str) -> FileListing:
+    return list_distributed(path) if os.path.basename(path) == METADATA_NAME else list_file(path)
 
 
 def _selected(listing: FileListing, match: str | None, tensors_only: bool) -> FileListing:

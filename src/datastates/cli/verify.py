@@ -35,6 +35,7 @@ class _Result:
         nbytes: that were to be read.
         is_checked: there was something to compare with.
         faults: kind and description of each problem.
+        part: which node's part of a checkpoint it is, empty where it is all of it.
     """
 
     path: str
@@ -42,6 +43,7 @@ class _Result:
     seconds: float
     faults: list[tuple[Fault, Problem]]
     is_checked: bool = True
+    part: str = ""
 
 
 @click.command()
@@ -70,7 +72,7 @@ def _verify(path: str, quiet: bool) -> _Result:
     begin = time.monotonic()
     if os.path.isdir(path):
         record = find_checkpoint(path)
-        path, nbytes, is_checked = record.path, record.nbytes, True
+        path, nbytes, is_checked, part = record.path, record.nbytes, True, str(record.part or "")
         if not record.is_committed:
             problem = Problem(path, record.problem)
             fault = Fault.RECORDS if os.path.exists(commit_path(path)) else Fault.INCOMPLETE
@@ -82,11 +84,11 @@ def _verify(path: str, quiet: bool) -> _Result:
         if not os.path.exists(path):
             raise CheckpointNotFoundError(f"there is no file or folder {path}")
         path, nbytes = resolved(path), os.path.getsize(path)
-        sizes = {}
+        sizes, part = {}, ""
         with byte_progress(os.path.basename(path), nbytes, quiet=quiet) as advance:
             problems, is_checked = _verify_one(path, advance, sizes)
     faults = [(_fault_of(problem, sizes), problem) for problem in problems]
-    return _Result(path, nbytes, time.monotonic() - begin, faults, is_checked)
+    return _Result(path, nbytes, time.monotonic() - begin, faults, is_checked, part)
 
 
 def _verify_one(path: str, advance: Callable[[int], None], sizes: dict[str, int]) -> tuple[list[Problem], bool]:
@@ -133,7 +135,8 @@ def _rows(result: _Result) -> Iterator[list[str | Text]]:
         yield [Text("unknown", style="yellow"), path_text(result.path), message]
     elif not result.faults:
         rate = size_text(result.nbytes / max(result.seconds, 1e-9))
-        yield [Text("sound", style="green"), path_text(result.path), f"{size_text(result.nbytes)}, {rate}/s"]
+        part = f"; {result.part}" if result.part else ""
+        yield [Text("sound", style="green"), path_text(result.path), f"{size_text(result.nbytes)}, {rate}/s{part}"]
     for fault, problem in result.faults:
         yield [Text(fault.value, style="bold red"), path_text(problem.path), problem.message]
 
@@ -146,5 +149,6 @@ def _plain(result: _Result) -> dict[str, Any]:
         "seconds": result.seconds,
         "is_sound": result.is_checked and not problems,
         "is_checked": result.is_checked,
+        "part": result.part,
         "problems": problems,
     }

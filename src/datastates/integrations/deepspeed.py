@@ -24,12 +24,13 @@ from torch import distributed
 from datastates import __version__, manifest, recovery
 from datastates.checkpoint_engine import CheckpointEngine, check_committed
 from datastates.config import CheckpointConfig
-from datastates.errors import DataStatesError
+from datastates.errors import CheckpointNotFoundError, DataStatesError
 from datastates.events import now
 from datastates.integrations import draining, nvme
 from datastates.integrations.agreement import barrier, settle
 from datastates.integrations.hazards import eager_rule, hazards_of
 from datastates.integrations.resharding import resharded
+from datastates.nodes.agreement import agree_on_whole
 
 logger = logging.getLogger(__name__)
 
@@ -155,6 +156,7 @@ def _take_model_step(original: Callable[..., Any]) -> Callable[..., Any]:
         engine = engine_of(self)
         if engine is not None:
             engine.fence.close()
+            engine.fence.note_step()
         return original(self, *args, **kwargs)
 
     return wrapper
@@ -188,11 +190,17 @@ def _argument(args: tuple[Any, ...], kwargs: Mapping[str, Any], position: int, n
 def _recover(engine: DeepSpeedEngine, load_dir: str, tag: Any) -> None:
     """Rank 0 completes or removes what an earlier run left behind; then every rank checks for itself.
 
+    Where nodes share no directory the first rank of each does so, and all find out which checkpoints are whole.
+
     Raises:
-        CheckpointNotFoundError: the checkpoint to load was never completed.
+        CheckpointNotFoundError: the checkpoint to load was never completed, or is not whole.
         CorruptCheckpointError: its record is damaged.
+        StorageError: a node's directory cannot be read.
     """
-    if os.path.isdir(load_dir) and (not distributed.is_initialized() or distributed.get_rank() == 0):
+    inner = engine_of(engine)
+    nodes = None if inner is None else inner.nodes
+    is_first = not distributed.is_initialized() or distributed.get_rank() == 0 if nodes is None else nodes.is_first
+    if os.path.isdir(load_dir) and is_first:
         try:
             for directory in recovery.clean_leftovers(load_dir):
                 logger.info("%s: an earlier run was interrupted here; what it left was completed or removed", directory)
@@ -200,7 +208,13 @@ def _recover(engine: DeepSpeedEngine, load_dir: str, tag: Any) -> None:
             # The check below says on every rank what is wrong; raising here would leave the others in the barrier.
             logger.warning("%s: what an interrupted run left could not be cleaned up: %s", load_dir, error)
     barrier()
+    missing = {} if nodes is None else agree_on_whole(nodes, load_dir).missing
     if tag is None and not engine.load_universal_checkpoint():
         tag = manifest.read_latest(load_dir)
+        if nodes is not None:
+            tags = nodes.each(lambda: manifest.read_latest(load_dir))
+            tag = tag or next((named for named in tags if named in missing), None)
+    if tag is not None and str(tag) in missing:
+        raise CheckpointNotFoundError(f"{os.path.join(load_dir, str(tag))} is not whole: {missing[str(tag)]}")
     if tag is not None:
         check_committed(os.path.join(load_dir, str(tag), "mp_rank_00_model_states.pt"))

@@ -104,9 +104,25 @@ def _directory(engine: DeepSpeedEngine, load_dir: str, tag: Any, with_states: bo
     directory = None if tag is None else os.path.join(load_dir, str(tag))
     if directory is None or not os.path.isdir(directory):
         return None
+    record = manifest.read_commit(directory)
+    if record is not None and record.node is not None:
+        _check_part(directory, record, with_states)
+        return None
     names = read_names(directory)
     is_same = {mp: len(names.data_parallel_ranks(mp)) == engine.seq_dp_world_size for mp in names.model_parallel_ranks}
     return None if not is_same or (all(is_same.values()) and with_states) else directory
+
+
+def _check_part(directory: str, record: manifest.CommitRecord, with_states: bool) -> None:
+    """Raise TopologyError where a load needs files of ranks on other nodes, which share no directory with this one."""
+    num_ranks = distributed.get_world_size()
+    if record.world_size == num_ranks and with_states:
+        return
+    what = f"was saved by {record.world_size} ranks, this job has {num_ranks}" if with_states else "is loaded in part"
+    raise TopologyError(
+        f"{directory} is the {record.node}, and {what}: for that the files of all nodes are needed. Copy them, without"
+        f" {manifest.METADATA_NAME}, into one folder that all ranks see, and load that with shared_directory true"
+    )
 
 
 _Replacement = tuple[Any, str, Any]  # an object, the name of an attribute, its value while the checkpoint is loaded
