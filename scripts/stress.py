@@ -5,7 +5,7 @@
     make stress ARGS="--dir /scratch --seed 7 --json build/stress.json"
 
 Exit status 1 when a promise was broken; the checkpoints and logs of such a run stay where it says. The short forms are
-part of ``make test``: tests/faults/test_kills.py, test_soak.py and test_power_loss.py, tests/tiers/test_kills.py.
+part of ``make test``: tests/faults/test_kills.py, test_soak.py and test_power_loss.py, tests/tiers/test_tier_kills.py.
 """
 
 from __future__ import annotations

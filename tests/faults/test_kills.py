@@ -72,7 +72,10 @@ def test_flushers_of_a_dead_job_wait_once_for_a_rank_that_does_not_come(
         answers.put(answer)
         return True
 
-    flusher = committer.Committer(send, lambda: None, rank=0, world_size=2, commit_timeout_seconds=0.25)
+    committed: list[str] = []
+    flusher = committer.Committer(
+        send, lambda: None, committed.append, rank=0, world_size=2, commit_timeout_seconds=0.25
+    )
     for number in (1, 2, 3):
         flusher.request(Commit(f"run-{number}", str(tmp_path / f"s{number}"), f"s{number}", True))
     flusher.abandon("the trainer ended", everything=False)
@@ -81,6 +84,7 @@ def test_flushers_of_a_dead_job_wait_once_for_a_rank_that_does_not_come(
     assert [type(failure) for failure in failures] == [AttemptFailed] * 3
     limits = [failure.ranks["1"] for failure in failures]
     assert limits == [f"not durable within {seconds} s" for seconds in (0.25, 0.125, 0.125)]
+    assert committed == []
 
 
 # --- the harness itself can fail
