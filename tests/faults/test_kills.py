@@ -191,7 +191,18 @@ def test_a_broken_promise_is_the_exit_status(script: Any, tmp_path: Path, monkey
     kill = choose(random.Random(1), "all trainers", 2)
     found: list[Outcome] = [Outcome(kill, num_killed=1)]
     monkeypatch.setattr(script, "run_kills", lambda *_, **__: found)
-    arguments = ["--kills", "1", "--power-losses", "0", "--saves", "0", "--dir", str(tmp_path / "runs")]
+    arguments = [
+        "--kills",
+        "1",
+        "--power-losses",
+        "0",
+        "--saves",
+        "0",
+        "--tier-kills",
+        "0",
+        "--dir",
+        str(tmp_path / "runs"),
+    ]
     arguments += ["--json", str(tmp_path / "figures.json")]
     assert script.main(arguments) == 0
     assert list((tmp_path / "runs").iterdir()) == []
