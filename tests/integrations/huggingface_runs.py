@@ -15,14 +15,14 @@ import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DeepSpeedPlugin, DummyOptim, ProjectConfiguration
 from torch import distributed
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers import trainer as trainer_module
 
 from datastates.integrations.huggingface import last_checkpoint
 from integrations.deepspeed_runs import join
 from integrations.fork_server import announce
+from integrations.tiny_llama import LENGTH, VOCABULARY, Sentences, make_model
 
-VOCABULARY, LENGTH = 64, 16
 SCORES = {2: 0.1, 4: 0.9, 6: 0.5, 8: 0.6}  # by step: the best one is neither the first nor the last
 
 
@@ -30,33 +30,6 @@ def meet(folder: Path) -> None:
     """Meet the other ranks, and have Accelerate believe that a launcher did it."""
     join(folder)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # asked for, and not used any more
-
-
-class Sentences(torch.utils.data.Dataset):
-    """Random tokens, the same in every run."""
-
-    def __len__(self) -> int:
-        return 64
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        tokens = torch.randint(0, VOCABULARY, (LENGTH,), generator=torch.Generator().manual_seed(index))
-        return {"input_ids": tokens, "labels": tokens}
-
-
-def make_model() -> LlamaForCausalLM:
-    """A tiny one, with a random start and dropout, so that a random state that is not resumed shows in the loss."""
-    torch.manual_seed(7)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=64,
-            intermediate_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=4,
-            attention_dropout=0.1,
-        )
-    )
 
 
 def ds_config(stage: int, **section: Any) -> dict[str, Any]:

@@ -11,41 +11,14 @@ from typing import Any
 
 import torch
 from torch import distributed
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from datastates.integrations.transformers import last_checkpoint, use_datastates
 from datastates.saver import open_savers
 from integrations.fork_server import announce, job_number
+from integrations.tiny_llama import Sentences, make_model
 
-VOCABULARY, LENGTH = 64, 16
 SETTINGS = {"host_cache_gb": 2**-7, "eager_bytes": 1024}  # so that most tensors of a tiny model are lazy
-
-
-class Sentences(torch.utils.data.Dataset):
-    """Random tokens, the same in every run."""
-
-    def __len__(self) -> int:
-        return 64
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        tokens = torch.randint(0, VOCABULARY, (LENGTH,), generator=torch.Generator().manual_seed(index))
-        return {"input_ids": tokens, "labels": tokens}
-
-
-def make_model() -> LlamaForCausalLM:
-    """A tiny one with dropout, so that a random state that is not resumed shows in the loss."""
-    torch.manual_seed(7)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=64,
-            intermediate_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=4,
-            attention_dropout=0.1,
-        )
-    )
 
 
 class Scored(Trainer):
