@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from datastates import integrity
+from flusher.rig import eventually
 from integrations.jobs import ForkServer
 
 RUNS = "integrations.huggingface_runs"
@@ -33,9 +34,10 @@ def start(server, tmp_path):
     def start(function: str, *arguments: object):
         return server.start(f"{RUNS}:{function}", tmp_path, *arguments, folder=tmp_path)
 
-    def lose_node(job) -> None:
-        """What the loss of the machine leaves: trainers and flushers end at once."""
+    def lose_node(job, when=lambda: True) -> None:
+        """What the loss of the machine leaves: trainers and flushers end at once, when the condition holds."""
         flushers.extend(int(pid) for pid in job.wait_announced(90))
+        eventually(when, "what is to be there before the machine is lost")
         job.kill()
         while flushers:
             os.kill(flushers.pop(), signal.SIGKILL)
@@ -63,7 +65,8 @@ def losses(folder: Path, rank: int) -> list[dict[int, str]]:
 def test_a_job_that_loses_its_machine_resumes_from_a_complete_checkpoint(start, tmp_path, stage, resume):
     """With save_total_limit=1 and the second save in flight: Trainer wanted the first one deleted then."""
     out = tmp_path / "out"
-    start.lose_node(start("train", stage, "no", 5, 7, 8))
+    job = start("train", stage, "no", 5, 7, 8)
+    start.lose_node(job, when=lambda: not (out / "checkpoint-2").exists())  # deleted in the background
     assert checkpoints(out) == ["checkpoint-4", "checkpoint-6"]  # 2 went when 4 was complete; 4 stays while 6 is not
     assert integrity.verify(str(out / "checkpoint-4" / "global_step4")) == []
     assert (out / "checkpoint-4" / "latest").read_text() == "global_step4"
