@@ -1,6 +1,7 @@
 """One measurement in a process of its own: ``python benchmarks/worker.py CASE NAME JSON``; prints one line of JSON.
 
-CASE is one of `CASES`, NAME a way of `checkpointers.ALL` (or ``none``), JSON the case's parameters.
+CASE is one of `CASES`, NAME a way of `checkpointers.ALL`, a limit of `checkpointers.LIMITS` or ``none``, JSON the
+case's parameters.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
+import os
 import shutil
 import sys
 import time
@@ -48,14 +50,18 @@ def state_case(way: Checkpointer, given: dict[str, Any]) -> Result:
     """Saves of a state: one that does not count, then ``saves`` pairs, then one to look for torn tensors.
 
     Of each pair the first is followed by ``pass_seconds`` of an idle host, as a forward and backward pass on a device
-    leaves it, and the change of the state (call, stall); the second is waited for at once (durable).
+    leaves it, and the change of the state (call, stall); the second is waited for at once (durable). Neither durable
+    saves nor the look for torn tensors where ``only_blocked`` or ``only_durable`` leaves them out.
     """
     state = make_state(given["nbytes"], given["num_tensors"])
     root = Path(given["dir"])
     found: Result = {"call": [], "stall": [], "durable": [], "nbytes": sum(t.nbytes for t in state.values())}
     _save_durably(way, state, root)
+    if given.get("only_durable"):
+        found["durable"] = [_save_durably(way, state, root) for _ in range(given["saves"])]
+        return found
     for _ in range(given["saves"]):
-        folder = _empty(root)
+        folder = _settled(root)
         begin = now()
         handle = way.save(state, folder)
         found["call"].append(now() - begin)
@@ -65,13 +71,16 @@ def state_case(way: Checkpointer, given: dict[str, Any]) -> Result:
         found["stall"].append(now() - begin)
         change(state)
         way.wait_written(handle)
-        found["durable"].append(_save_durably(way, state, root))
+        if not given.get("only_blocked"):
+            found["durable"].append(_save_durably(way, state, root))
+    if given.get("only_blocked"):
+        return found
     found["torn"] = _num_torn(way, state, root)
     return found
 
 
 def _save_durably(way: Checkpointer, state: State, root: Path) -> float:
-    folder = _empty(root)
+    folder = _settled(root)
     begin = now()
     way.wait_written(way.save(state, folder))
     sync_folder(folder)
@@ -91,7 +100,7 @@ def _num_torn(way: Checkpointer, state: State, root: Path) -> int:
 
 def training_case(way: Checkpointer | None, given: dict[str, Any]) -> Result:
     """A GPT that trains on the CPU and is saved at every step, beside steps of the same process without saves."""
-    step, state = _training(given["layers"], given["width"], given["vocabulary"])
+    step, state = _training(given["layers"], given["width"], given["vocabulary"], *given.get("tokens", (4, 256)))
     return _steps(way, given, lambda wait: step(wait), state)
 
 
@@ -114,7 +123,10 @@ def _steps(
     step: Callable[[Callable[[], float]], float],
     state: Callable[[], State],
 ) -> Result:
-    """Steps without saves, then steps with one each, at most one checkpoint in flight, the newest two kept."""
+    """Steps without saves, then steps with one each, at most one checkpoint in flight, the newest two kept.
+
+    The wall time is without the seconds in which older checkpoints are deleted: who keeps them decides that.
+    """
     root = Path(given["dir"])
     step(lambda: 0.0)
     current = state()
@@ -127,6 +139,7 @@ def _steps(
         step(lambda: 0.0)
         found["base"].append(now() - begin)
     handle: Any = None
+    deleting = 0.0
     first = now()
     for index in range(given["steps"]):
         begin = now()
@@ -136,20 +149,23 @@ def _steps(
         if way is not None:
             if handle is not None:
                 way.wait_written(handle)
+            begin_deleting = now()
+            folder = _empty(root / str(index % 2))
             written = now()
-            handle = way.save(state(), _empty(root / str(index % 2)))
+            deleting += written - begin_deleting
+            handle = way.save(state(), folder)
         else:
-            written = computed
+            begin_deleting = written = computed
         found["steps"].append(
             {
                 "begin": begin - first,
                 "compute": computed - begin - stall,
                 "stall": stall,
-                "behind": written - computed,
+                "behind": begin_deleting - computed,
                 "call": now() - written,
             }
         )
-    found["wall"] = now() - first
+    found["wall"] = now() - first - deleting
     if way is not None:
         way.wait_written(handle)
     return found
@@ -161,7 +177,9 @@ def _wait(way: Checkpointer, handle: Any) -> float:
     return now() - begin
 
 
-def _training(layers: int, width: int, vocabulary: int) -> tuple[Callable[[Callable[[], float]], float], Any]:
+def _training(
+    layers: int, width: int, vocabulary: int, batch: int, length: int
+) -> tuple[Callable[[Callable[[], float]], float], Any]:
     torch.manual_seed(0)
     block = torch.nn.TransformerEncoderLayer(width, width // 64, 4 * width, 0.0, batch_first=True, norm_first=True)
     model = torch.nn.Sequential(
@@ -170,7 +188,7 @@ def _training(layers: int, width: int, vocabulary: int) -> tuple[Callable[[Calla
         torch.nn.Linear(width, vocabulary),
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    tokens = torch.randint(0, vocabulary, (4, 257))
+    tokens = torch.randint(0, vocabulary, (batch, length + 1))
 
     def step(wait: Callable[[], float]) -> float:
         logits = model(tokens[:, :-1]).flatten(0, 1)
@@ -191,23 +209,36 @@ def _training(layers: int, width: int, vocabulary: int) -> tuple[Callable[[Calla
 
 
 def memory_case(way: Checkpointer, given: dict[str, Any]) -> Result:
-    """Saves of a state far larger than the cache, for whoever samples this process's memory meanwhile."""
+    """Saves of a state far larger than the cache, for whoever samples this process's memory meanwhile.
+
+    The way is made anew behind the begin, so that its cache and its processes count, and what it imports does not.
+    """
     state = make_state(given["nbytes"], 40)
+    way.close()
     gc.collect()
     print(json.dumps({"ready": now()}), flush=True)
     time.sleep(given["rest_seconds"])
+    way = type(way)(given["cache_bytes"])
     windows = []
     for _ in range(given["saves"]):
         begin = now()
         _save_durably(way, state, Path(given["dir"]))
         windows.append([begin, now()])
     time.sleep(given["rest_seconds"])
+    way.close()
     return {"nbytes": sum(t.nbytes for t in state.values()), "windows": windows}
 
 
 def _empty(folder: Path) -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
+    return folder
+
+
+def _settled(folder: Path) -> Path:
+    """The folder, empty, when the disk has settled what was deleted, so that no save pays for it."""
+    _empty(folder)
+    os.sync()
     return folder
 
 
@@ -223,7 +254,8 @@ def main() -> None:
     case, name, text = sys.argv[1:]
     given = json.loads(text)
     try:
-        way = checkpointers.ALL[name](given["cache_bytes"]) if name != "none" else None
+        ways = {**checkpointers.ALL, **checkpointers.LIMITS}
+        way = ways[name](given["cache_bytes"]) if name != "none" else None
     except ImportError as error:
         print(json.dumps({"missing": str(error)}))
         return

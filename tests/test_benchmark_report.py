@@ -14,7 +14,20 @@ import pytest
 import torch
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
-MODULES = ("checkpointers", "plots", "ranks", "report", "save", "tables", "worker")
+MODULES = (
+    "bars",
+    "checkpointers",
+    "loop",
+    "plan",
+    "plots",
+    "ranks",
+    "report",
+    "save",
+    "spare",
+    "steady",
+    "tables",
+    "worker",
+)
 
 
 @pytest.fixture
@@ -70,3 +83,16 @@ def test_a_way_whose_package_is_missing_is_named_and_left_out(benchmark: Any, tm
 
     assert bench.missing == {"torchsnapshot": "No module named 'torchsnapshot'"}
     assert "- torchsnapshot: No module named" in "\n".join(benchmark("tables")._missing(bench.missing))
+
+
+def test_all_bars_are_measured(benchmark: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bars: ModuleType = benchmark("bars")
+
+    rows, found = bars.run(tmp_path, bars.QUICK, list(bars.GROUPS))
+
+    assert {row.bar for row in rows} == set("1234567")
+    assert found["missing"] == {}
+    assert all(row.line().count("|") == 6 for row in rows)
+    with pytest.raises(SystemExit):
+        bars.main(["--dir", str(tmp_path), "--only", "8"])
+    assert "no bar 8; there are 1, 2, 3, 4, 5, 6, 7" in capsys.readouterr().err
