@@ -16,11 +16,12 @@ from datastates.contents.kinds import SAFETENSORS, ZIP, recognise
 from datastates.contents.parts import STORAGE_PREFIX
 from datastates.contents.zip_directory import ZipDirectory
 from datastates.errors import CheckpointNotFoundError, CorruptCheckpointError, DataStatesError
+from datastates.formats.harmless import check_foreign
 from datastates.formats.request import MapLocation, MapLocationError, Request, guarded, is_about_devices, verify_whole
 from datastates.formats.safetensors_load import SafetensorsFile
 from datastates.formats.selectable import ArchiveState, FlatState, LoadedState, Selectable, TreeState
 from datastates.formats.storages import Check
-from datastates.formats.torch_load import TorchArchive, is_plain_archive
+from datastates.formats.torch_load import TorchArchive, is_plain_archive, is_torchscript
 from datastates.integrity import RACES, record_of, record_stamp
 from datastates.loading import Filled, load_chosen, load_into
 from datastates.manifest import FileRecord
@@ -124,6 +125,8 @@ def _load(path: str, request: Request, into: Any, keys: str | Iterable[str] | No
             if is_plain_archive(directory):
                 return _load_archive(file, TorchArchive(file, directory, request), request, into, keys, strict)
         verify_whole(file, request.slabs)
+        if request.weights_only and not (kind == ZIP and is_torchscript(directory)):  # torch refuses to run those
+            check_foreign(file, kind)
         state = _load_by_torch(file, request)
         if into is None and keys is None:
             return state

@@ -6,6 +6,7 @@ Source: ``pickletools`` of the standard library, which describes and decodes eve
 
 from __future__ import annotations
 
+import io
 import pickle
 import pickletools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -70,24 +71,46 @@ class StorageRef:
 _COMPOUND = (dict, list, tuple, set, frozenset, Call, Global, StorageRef)
 
 
+@dataclass(frozen=True, slots=True)
+class StubPickle:
+    """What a pickle says.
+
+    Attributes:
+        root: the object, made of dict, list, tuple, set, plain values, `Global`, `Call` and `StorageRef`.
+        calls: all calls that unpickling makes, also of objects that do not become part of the root.
+        imports: all that it imports.
+        nbytes: so many bytes it takes, up to its end.
+    """
+
+    root: Any
+    calls: list[Call]
+    imports: list[Global]
+    nbytes: int
+
+
 def read_pickle(data: bytes) -> Any:
-    """The object, made of dict, list, tuple, set, plain values, `Global`, `Call` and `StorageRef`.
+    """The root of `read_whole`.
 
     Raises:
         pickle.UnpicklingError: the pickle is malformed, or of a kind that no torch writes.
     """
-    machine = _Machine()
+    return read_whole(data).root
+
+
+def read_whole(data: bytes) -> StubPickle:
+    """All that a pickle says. What stands behind its end is not looked at.
+
+    Raises:
+        pickle.UnpicklingError: the pickle is malformed, or of a kind that no torch writes.
+    """
+    machine = _Machine(data)
     try:
-        for opcode, argument, _ in pickletools.genops(data):
-            handler = _HANDLERS.get(opcode.name)
-            if handler is None:
-                raise pickle.UnpicklingError(f"the opcode {opcode.name} is not supported")
-            handler(machine, argument)
-        return machine.result
+        root = machine.run()
     except pickle.UnpicklingError:
         raise
     except (LookupError, MemoryError, OverflowError, RecursionError, TypeError, ValueError, AttributeError) as error:
         raise pickle.UnpicklingError(f"malformed pickle: {error!s:.200}") from error
+    return StubPickle(root, machine.calls, list(machine.imports.values()), machine.nbytes)
 
 
 def objects_in(node: Any) -> Iterator[Any]:
@@ -110,10 +133,85 @@ def objects_in(node: Any) -> Iterator[Any]:
 class _Machine:
     """The stack and the memo of an unpickler."""
 
-    def __init__(self) -> None:
+    def __init__(self, data: bytes) -> None:
         self.stack: list[Any] = []
         self.memo: dict[int, Any] = {}
-        self.result: Any = None
+        self.calls: list[Call] = []
+        self.imports: dict[str, Global] = {}
+        self.nbytes = 0
+        self._data = data
+
+    def run(self) -> Any:
+        """Go through the opcodes; the result.
+
+        Those that a tensor consists of are done here, because a state may have hundreds of thousands. Whatever is no
+        such opcode, or lacks its argument, goes to `pickletools`, and to a handler.
+        """
+        data, stack, memo = self._data, self.stack, self.memo
+        position = 0
+        while True:
+            code = data[position]
+            if code == _BINGET:
+                stack.append(memo[data[position + 1]])
+                position += 2
+            elif code == _LONG_BINGET:
+                stack.append(memo[int.from_bytes(data[position + 1 : position + 5], "little")])
+                position += 5
+            elif code == _BINPUT:
+                memo[data[position + 1]] = self.top()
+                position += 2
+            elif code == _LONG_BINPUT:
+                self.put(int.from_bytes(data[position + 1 : position + 5], "little"))
+                position += 5
+            elif code == _BINUNICODE:
+                end = position + 5 + int.from_bytes(data[position + 1 : position + 5], "little")
+                if end >= len(data):
+                    raise pickle.UnpicklingError("malformed pickle: it ends within a text")
+                stack.append(str(data[position + 5 : end], "utf-8", "surrogatepass"))
+                position = end
+            elif code == _BININT1:
+                stack.append(data[position + 1])
+                position += 2
+            elif code == _MARK_CODE:
+                stack.append(_MARK)
+                position += 1
+            elif code == _TUPLE:
+                stack.append(tuple(self.pop_mark()))
+                position += 1
+            elif code == _REDUCE:
+                _reduce(self, None)
+                position += 1
+            elif code == _STOP:
+                self.nbytes = position + 1
+                return self.pop()
+            else:
+                position = self._step(position, code)
+
+    def _step(self, position: int, code: int) -> int:
+        """Do any opcode; where the next one begins."""
+        opcode = _OPCODES.get(code)
+        handler = None if opcode is None else _HANDLERS.get(opcode.name)
+        if opcode is None or handler is None:
+            raise pickle.UnpicklingError(f"the opcode {opcode.name if opcode else hex(code)} is not supported")
+        if opcode.arg is None:
+            handler(self, None)
+            return position + 1
+        stream = io.BytesIO(self._data)  # shares the bytes
+        stream.seek(position + 1)
+        handler(self, opcode.arg.reader(stream))
+        return stream.tell()
+
+    def put(self, index: int) -> None:
+        """Remember the top of the stack. No writer numbers objects higher than a pickle has bytes."""
+        if index > len(self._data):
+            raise pickle.UnpicklingError(
+                f"malformed pickle: number {index} for an object within {len(self._data)} bytes"
+            )
+        self.memo[index] = self.top()
+
+    def called(self, call: Call) -> None:
+        self.calls.append(call)
+        self.stack.append(call)
 
     def pop_mark(self) -> list[Any]:
         position = len(self.stack) - 1
@@ -184,7 +282,7 @@ def _tuple_of(count: int) -> Callable[[_Machine, Any], None]:
 
 
 def _put(machine: _Machine, index: Any) -> None:
-    machine.memo[len(machine.memo) if index is None else index] = machine.top()
+    machine.put(len(machine.memo) if index is None else index)
 
 
 def _get(machine: _Machine, index: Any) -> None:
@@ -208,29 +306,34 @@ def _add_items(machine: _Machine, _argument: Any) -> None:
 
 def _global(machine: _Machine, argument: str) -> None:
     module, _, name = argument.partition(" ")
-    machine.stack.append(Global(module, name))
+    _import(machine, module, name)
 
 
 def _stack_global(machine: _Machine, _argument: Any) -> None:
     name, module = machine.pop(), machine.pop()
     if type(name) is not str or type(module) is not str:
         raise pickle.UnpicklingError("malformed pickle: an import without a name")
-    machine.stack.append(Global(module, name))
+    _import(machine, module, name)
+
+
+def _import(machine: _Machine, module: str, name: str) -> None:
+    found = Global(module, name)
+    machine.stack.append(machine.imports.setdefault(f"{module} {name}", found))
 
 
 def _reduce(machine: _Machine, _argument: Any) -> None:
     args, function = machine.pop(), machine.pop()
-    machine.stack.append(Call(function, args))
+    machine.called(Call(function, args))
 
 
 def _new(machine: _Machine, _argument: Any) -> None:
     args, kind = machine.pop(), machine.pop()
-    machine.stack.append(Call(kind, args, is_new=True))
+    machine.called(Call(kind, args, is_new=True))
 
 
 def _new_with_kwargs(machine: _Machine, _argument: Any) -> None:
     kwargs, args, kind = machine.pop(), machine.pop(), machine.pop()
-    machine.stack.append(Call(kind, args, is_new=True, kwargs=kwargs))
+    machine.called(Call(kind, args, is_new=True, kwargs=kwargs))
 
 
 def _build(machine: _Machine, _argument: Any) -> None:
@@ -242,10 +345,6 @@ def _build(machine: _Machine, _argument: Any) -> None:
 
 def _persistent(machine: _Machine, _argument: Any) -> None:
     machine.stack.append(StorageRef(machine.pop()))
-
-
-def _finish(machine: _Machine, _argument: Any) -> None:
-    machine.result = machine.pop()
 
 
 _HANDLERS: dict[str, Callable[[_Machine, Any], object]] = {
@@ -292,8 +391,14 @@ _HANDLERS: dict[str, Callable[[_Machine, Any], object]] = {
     "NEWOBJ_EX": _new_with_kwargs,
     "BUILD": _build,
     "BINPERSID": _persistent,
-    "STOP": _finish,
 }
+
+
+_OPCODES = {ord(opcode.code): opcode for opcode in pickletools.opcodes}
+_CODES = {opcode.name: ord(opcode.code) for opcode in pickletools.opcodes}
+_BINGET, _LONG_BINGET, _BINPUT, _LONG_BINPUT = (_CODES[f"{n}BIN{m}"] for m in ("GET", "PUT") for n in ("", "LONG_"))
+_BININT1, _BINUNICODE, _MARK_CODE, _TUPLE = (_CODES[name] for name in ("BININT1", "BINUNICODE", "MARK", "TUPLE"))
+_REDUCE, _STOP = _CODES["REDUCE"], _CODES["STOP"]
 
 
 class StubStructure:

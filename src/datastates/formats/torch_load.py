@@ -17,11 +17,13 @@ from torch import _weights_only_unpickler as restricted
 from torch._utils import IMPORT_MAPPING, NAME_MAPPING
 
 from datastates.contents.parts import PICKLE_NAME, STORAGE_PREFIX, parts_of
-from datastates.contents.stub_pickle import Call, Global, StubStructure, objects_in, read_pickle
+from datastates.contents.stub_pickle import Global, StubPickle, StubStructure, objects_in, read_pickle
 from datastates.contents.tensor_calls import storages_in
 from datastates.contents.walk import leaves
 from datastates.contents.zip_directory import ZipDirectory
 from datastates.errors import CorruptCheckpointError, DataStatesError, ForeignObjectError
+from datastates.formats import plain_pickle
+from datastates.formats.harmless import harmless
 from datastates.formats.plain_types import PLAIN_TYPES, plain_types_allowed
 from datastates.formats.request import (
     MapLocationError,
@@ -55,7 +57,12 @@ _MALFORMED = (
 
 def is_plain_archive(directory: ZipDirectory) -> bool:
     """Whether this module can load the archive: uncompressed, of ``torch.save``, and no TorchScript."""
-    return _TORCHSCRIPT_NAME not in directory.entries and all(entry.is_stored for entry in directory.entries.values())
+    return not is_torchscript(directory) and all(entry.is_stored for entry in directory.entries.values())
+
+
+def is_torchscript(directory: ZipDirectory) -> bool:
+    """Whether the archive is a program of TorchScript."""
+    return _TORCHSCRIPT_NAME in directory.entries
 
 
 class TorchArchive:
@@ -71,16 +78,22 @@ class TorchArchive:
         self._directory = directory
         self._request = request
         self.pickled = directory.content(PICKLE_NAME)
-        self.is_native = self.content(_BYTE_ORDER_NAME) in (None, sys.byteorder.encode())
+        self._byte_order = self.content(_BYTE_ORDER_NAME)
+        self.is_native = self._byte_order in (None, sys.byteorder.encode())
+        self._known: dict[str, Region] = {}
 
     def region(self, key: str) -> Region:
         """Where a storage lies. Raises CorruptCheckpointError where there is none of that key."""
         name = STORAGE_PREFIX + key
+        known = self._known.get(name)
+        if known is not None:
+            return known
         entry = self._directory.entries.get(name)
         if entry is None:
             raise no_such_tensor(self._file.path, f"a storage {key!r}")
         begin = self._directory.data_begin(entry)
-        return Region(name, begin, begin + entry.nbytes)
+        self._known[name] = Region(name, begin, begin + entry.nbytes)
+        return self._known[name]
 
     def checks(self, regions: list[Region]) -> Iterator[Check]:
         """What the archive itself says of these storages."""
@@ -121,7 +134,8 @@ class TorchArchive:
                 storages.read(whole_file=is_whole)
                 self._raise_damage(checksums)
         reader = _ArchiveReader(self, storages, self.pickled if pickled is None else pickled)
-        state = self._unpickle(reader)
+        with plain_pickle.garbage_kept():
+            state = self._unpickle(reader)
         self._raise_damage(checksums)
         return state
 
@@ -164,9 +178,12 @@ class TorchArchive:
 
     def _unpickle(self, reader: _ArchiveReader) -> Any:
         request = self._request
-        root = _harmless(reader.pickled, self._file.path) if request.weights_only else None
-        module = restricted if request.weights_only else pickle
+        stubs = harmless(reader.pickled, self._file.path) if request.weights_only else None
         try:
+            if stubs is not None and self._is_ours_to_load and plain_pickle.is_plain(stubs):
+                restore = torch.serialization._get_restore_location(guarded(request.map_location))  # type: ignore[no-untyped-call]
+                return plain_pickle.load(reader.pickled, reader.storage, restore)
+            module = pickle if stubs is None else restricted
             with plain_types_allowed() if request.weights_only else contextlib.nullcontext():
                 return torch.serialization._load(  # type: ignore[no-untyped-call]
                     reader, guarded(request.map_location), module, encoding="utf-8"
@@ -176,7 +193,7 @@ class TorchArchive:
         except MapLocationError as error:
             raise error.__cause__ or error from None
         except pickle.UnpicklingError as error:
-            raise self._unpickling_error(root, len(reader.pickled), error) from error
+            raise self._unpickling_error(stubs, len(reader.pickled), error) from error
         except _MALFORMED as error:
             if is_about_devices(error) or not (request.weights_only or self._is_unchecked()):
                 raise
@@ -186,13 +203,19 @@ class TorchArchive:
         finally:
             torch._utils._sparse_tensors_to_validate.clear()  # else the next load would trip over those of a failed one
 
+    @property
+    def _is_ours_to_load(self) -> bool:
+        """Whether the storages are as they lie in the file: neither turned around, nor without memory."""
+        target = self._request.target
+        return self._byte_order == sys.byteorder.encode() and (target is None or target.type != "meta")
+
     def _is_unchecked(self) -> bool:
         return not self._directory.entries[PICKLE_NAME].is_checkable
 
-    def _unpickling_error(self, root: Any, nbytes: int, error: Exception) -> Exception:
+    def _unpickling_error(self, stubs: StubPickle | None, nbytes: int, error: Exception) -> Exception:
         """A better error: the object that is no plain data, by its name."""
-        if self._request.weights_only:
-            for fqn, name in foreign_objects(root, nbytes):
+        if stubs is not None:
+            for fqn, name in foreign_objects(stubs.root, nbytes):
                 return ForeignObjectError(
                     f"{self._file.path}: {fqn or 'the state'} holds {name}, which loads only by running code; pass "
                     "weights_only=False if you trust the file, name it to torch.serialization.add_safe_globals, or "
@@ -220,6 +243,9 @@ class _ArchiveReader:
 
     def get_record_offset(self, name: str) -> int:
         return self._archive.region(name.removeprefix(STORAGE_PREFIX)).begin
+
+    def storage(self, key: str, nbytes: int) -> torch.UntypedStorage:
+        return self.get_storage_from_record(STORAGE_PREFIX + key, nbytes, None).untyped_storage()
 
     def get_storage_from_record(self, name: str, nbytes: int, _kind: object) -> torch.Tensor:
         region = self._archive.region(name.removeprefix(STORAGE_PREFIX))
@@ -253,23 +279,3 @@ def _of_today(found: Global) -> Global:
     """A name of Python 2, as pickles of protocol 2 have them, in Python 3. Source: ``_compat_pickle``."""
     module, name = NAME_MAPPING.get((found.module, found.name), (found.module, found.name))
     return Global(IMPORT_MAPPING.get(module, module), name)
-
-
-def _harmless(pickled: bytes, path: str) -> Any:
-    """The structure of a pickle of which torch's restricted unpickler takes no more memory or time than it should.
-
-    It runs no code, but makes a ``bytearray`` of any length, and hashes keys that are tuples of tuples without end.
-
-    Raises:
-        CorruptCheckpointError: the pickle is malformed, or such a one.
-    """
-    try:
-        root = read_pickle(pickled)
-    except pickle.UnpicklingError as error:
-        raise CorruptCheckpointError(f"{path} cannot be loaded: {error}", path) from error
-    for call in objects_in(root):
-        if isinstance(call, Call) and call.class_name.endswith(".bytearray") and isinstance(call.args, tuple):
-            sizes = [size for size in call.args if type(size) is int and size > len(pickled)]
-            if sizes:
-                raise CorruptCheckpointError(f"{path}: the pickle asks for a bytearray of {sizes[0]} bytes", path)
-    return root
