@@ -104,7 +104,8 @@ def read_tiers(entries: Sequence[TierLike]) -> tuple[TierSettings, ...]:
         raise ConfigError(message)
     for index, tier in enumerate(tiers):
         for other in tiers[:index]:
-            if _holds(tier.path, other.path) or _holds(other.path, tier.path):
+            places = _place_of(tier), _place_of(other)
+            if _holds(*places) or _holds(*reversed(places)):
                 raise ConfigError(f"tiers {other.path} and {tier.path} lie in each other, expected separate places")
     return tiers
 
@@ -146,6 +147,11 @@ def _checked_path(path: str) -> str:
     if any(part in ("", ".", "..") for part in parts.path.strip("/").split("/")) and parts.path.strip("/"):
         raise ConfigError(f"tier {path}: expected a prefix without empty parts, '.' and '..'")
     return f"{scheme}://{parts.netloc}{parts.path.rstrip('/')}"
+
+
+def _place_of(tier: TierSettings) -> str:
+    """Where it is: links are followed, or a tier could be the first one by another name, and delete from it."""
+    return tier.path if tier.is_object_store else os.path.realpath(tier.path)
 
 
 def _holds(outer: str, inner: str) -> bool:

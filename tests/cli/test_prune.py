@@ -11,8 +11,8 @@ import torch
 from click.testing import CliRunner
 
 from datastates.checkpoint_engine import CheckpointEngine
-from datastates.checkpoints.pins import pin, unpin
 from datastates.cli import main
+from datastates.pins import pin, unpin
 
 
 @pytest.fixture

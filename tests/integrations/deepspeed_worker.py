@@ -9,6 +9,7 @@ import copy
 import enum
 import logging
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -19,6 +20,7 @@ import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from torch import distributed
 
+from datastates.errors import CheckpointNotFoundError
 from integrations.fork_server import announce
 
 logging.basicConfig(level=logging.INFO)
@@ -249,6 +251,50 @@ def flusher_dies(folder: Path) -> None:
     distributed.barrier()  # rank 0 writes `latest` after the commit that the others hear of
     assert (folder / "latest").read_text() == "global_step1"
     say("the save committed")
+    engine.destroy()
+
+
+def lose_the_first_tier(folder: Path) -> None:
+    """What is not whole in the directory that is loaded from comes from the other tier: by tag, and by ``latest``."""
+    run = folder / "near" / "run"
+    engine = make_engine(1, tiers=[str(folder / "near"), str(folder / "far")])
+    train(engine, 1)
+    engine.save_checkpoint(str(run), tag="one")
+    train(engine, 1)
+    engine.save_checkpoint(str(run), tag="two")
+    engine.checkpoint_engine.ckpt_engine.wait_carried(120)
+    losses = train(engine, 2)
+
+    def lose(*names: str) -> None:
+        distributed.barrier()
+        if distributed.get_rank() == 0:
+            for name in names:
+                shutil.rmtree(run / name)
+        distributed.barrier()
+
+    lose("one", "two")
+    assert Path(engine.load_checkpoint(str(run))[0]).parent.name == "two"
+    assert engine.global_steps == 2 and train(engine, 2) == losses
+    say("latest comes from the other tier")
+    assert not (run / "one").exists()
+    engine.load_checkpoint(str(run), tag="one")
+    assert engine.global_steps == 1 and (run / "latest").read_text() == "two"
+    say("a tag comes from the other tier")
+    lose("")
+    engine.load_checkpoint(str(run))
+    assert engine.global_steps == 2 and (run / "latest").read_text() == "two"
+    say("an empty disk is filled again")
+    lose("two")
+    distributed.barrier()
+    if distributed.get_rank() == 0:
+        shutil.rmtree(folder / "far" / "run" / "two")
+    distributed.barrier()
+    for tag in ("two", "never"):
+        try:
+            engine.load_checkpoint(str(run), tag=tag)
+        except CheckpointNotFoundError as error:
+            assert f"{run / tag} is whole in no tier" in str(error) and "far" in str(error), error
+            say(f"{tag} is nowhere")
     engine.destroy()
 
 

@@ -72,6 +72,18 @@ def test_a_killed_flusher_is_replaced_and_the_save_commits(fork_server, tmp_path
     assert start(fork_server, "flusher_dies", tmp_path).wait().count("ok the save committed") == 2
 
 
+def test_what_the_first_tier_has_lost_is_loaded_from_another(fork_server, tmp_path):
+    log = start(fork_server, "lose_the_first_tier", tmp_path).wait()
+    for line in (
+        "latest comes from the other tier",
+        "a tag comes from the other tier",
+        "an empty disk is filled again",
+        "two is nowhere",
+        "never is nowhere",
+    ):
+        assert log.count(f"ok {line}") == 2, log
+
+
 def assert_resumes(fork_server, folder: Path, tag: str) -> None:
     assert start(fork_server, "resume", folder, tag).wait().count(f"ok resumed from {tag}") == 2
 

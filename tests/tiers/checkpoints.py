@@ -18,7 +18,8 @@ SLAB = 1 * MIB
 
 def content(nbytes: int, seed: object) -> bytes:
     """Bytes that differ from place to place, the same for the same seed."""
-    block = b"".join(zlib.crc32(f"{seed}/{index}".encode()).to_bytes(4, "little") for index in range(1024))
+    names = (f"{seed}/{index}".encode("utf-8", "surrogateescape") for index in range(1024))
+    block = b"".join(zlib.crc32(name).to_bytes(4, "little") for name in names)
     return (block * (nbytes // len(block) + 1))[:nbytes]
 
 
@@ -46,7 +47,8 @@ def make_checkpoint(
         latest: whether to let ``latest`` name it.
     """
     directory = root / name
-    attempt = f"run-{zlib.crc32(f'{name}/{seed}'.encode()):08x}-0001"
+    number = zlib.crc32(f"{name}/{seed}".encode("utf-8", "surrogateescape"))
+    attempt = f"run-{number:08x}-0001"
     tag = tag or directory.name
     manifests = []
     os.makedirs(attempt_directory(str(directory), attempt), exist_ok=True)

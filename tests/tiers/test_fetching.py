@@ -171,6 +171,15 @@ def test_the_log_says_once_what_is_saved_elsewhere(tmp_path, caplog):
     assert not (tmp_path / "b").exists()
 
 
+def test_what_lies_too_deep_is_not_waited_for(tmp_path, caplog):
+    with CheckpointEngine({"host_cache_size": 0.02, "tiers": [tmp_path / "a", tmp_path / "b"]}) as engine:
+        directory = tmp_path / "a" / "1" / "2" / "3" / "step1"
+        with engine.checkpoint(str(directory), "step1"):
+            engine.save({"w": torch.ones(10)}, str(directory / "model.pt"))
+        engine.wait_carried(60)
+    assert "more than 3 folders deep" in caplog.text and not (tmp_path / "b").exists()
+
+
 def test_a_checkpointer_deletes_nothing_that_is_not_carried_and_resumes_from_any_tier(tmp_path, server):
     server.trouble = lambda _: 403
     options = {"host_cache_gb": 0.02, "keep_last": 1, "tiers": [tmp_path / "a", URL], "carry_timeout_seconds": 20}

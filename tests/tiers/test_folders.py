@@ -146,12 +146,25 @@ def test_the_first_tier_keeps_what_is_not_carried_up_to_its_limit(tmp_path, comm
     assert keep_house(tiers[0], tiers[1:]) == ([], [])
     limited = read_tiers([{"path": tmp_path / "a", "keep_last": 1, "limit_gb": 3.5 / 1024}, tmp_path / "b"])
     removed, lost = keep_house(limited[0], limited[1:])
-    assert removed == ["step1"] and [one.name for one in lost] == ["step1"]
+    assert removed == ["step1"] and [(one.checkpoint.name, one.tiers) for one in lost] == [
+        ("step1", (str(tmp_path / "b"),))
+    ]
     ranks = Ranks(tmp_path / "a", tmp_path / "b")
     ranks.work()
     assert ranks.carried() == ["step4", "step3", "step2"]
     assert keep_house(tiers[0], tiers[1:]) == (["step2", "step3"], [])
     assert sorted(os.listdir(tmp_path / "a")) == ["latest", "step4"]
+
+
+def test_what_is_no_record_in_the_tier_is_replaced(tmp_path, commit):
+    directory = commit(tmp_path / "a", "step1", (100,))
+    record = tmp_path / "b" / "step1" / ".datastates" / "commit.json"
+    record.parent.mkdir(parents=True)
+    record.write_text("nonsense")
+    ranks = Ranks(tmp_path / "a", tmp_path / "b")
+    ranks.work()
+    assert ranks.carried() == ["step1"] and verify(str(record.parent.parent)) == []
+    assert read_commit(str(record.parent.parent)) == read_commit(str(directory))
 
 
 def test_a_tier_that_fails_is_tried_again_ever_later_and_with_the_newest(tmp_path, commit, monkeypatch):

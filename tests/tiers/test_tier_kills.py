@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 
@@ -9,7 +10,7 @@ import pytest
 
 from datastates.manifest import read_latest
 from datastates.tier_settings import read_tiers
-from flusher.rig import TIMEOUT, Rig, image_of
+from flusher.rig import TIMEOUT, Rig, eventually, image_of
 from tiers.checkpoints import make_checkpoint as commit
 from tiers.killing import SIZES, STAGES, URL, Snapshot, kill_round, wait_carried, wait_ended
 
@@ -24,6 +25,80 @@ def test_of_the_flusher(tmp_path, server, stage):
 @pytest.mark.parametrize("stage", ["at a part", "before the commit"])
 def test_of_the_whole_job(tmp_path, server, stage):
     assert kill_round(server, tmp_path / "a", stage, NUMBER.get(stage, 1), whole_job=True) == []
+
+
+@pytest.mark.parametrize("number", [2, 3])
+def test_of_the_flusher_while_it_removes(tmp_path, server, number):
+    """Killed when the record of a checkpoint that has to go is gone: before its files go, and before the mark does."""
+    tiers = read_tiers([tmp_path / "a", {"path": URL, "keep_last": 1}])
+    commit(tmp_path / "a", "step1", (1000, 0))
+    with Rig(tiers=tiers):
+        wait_carried(tmp_path / "a", "step1")
+    commit(tmp_path / "a", "step2", (1000,))
+    snapshot, count = Snapshot(), 0
+    with Rig(tiers=tiers) as rig:
+        pid = rig.client.pid
+
+        def strike(request):
+            nonlocal count
+            count += request.method == "DELETE" or "delete" in request.query
+            if count != number:
+                return None
+            server.trouble = lambda _: None
+            os.kill(pid, signal.SIGKILL)
+            snapshot.take(server)
+            return "reset"
+
+        server.trouble = strike
+        wait_ended(pid)
+    commit(tmp_path / "a", "step3", (1000,))
+    with Rig(tiers=tiers):
+        wait_carried(tmp_path / "a", "step3")
+        eventually(lambda: not server.names("run/step1/") and not server.names("run/step2/"), "older ones are gone")
+    assert snapshot.objects and snapshot.problems() == []
+    end = Snapshot()
+    end.take(server)
+    assert end.problems() == [] and end.objects["run/latest"] == b"step3"
+
+
+def test_a_server_that_is_down_fills_the_first_tier_up_to_its_limit(tmp_path, server):
+    """With real sizes; when it is back, what is there is carried."""
+    server.trouble = lambda _: 503
+    nbytes, limit = 1 << 20, 3.5 / 1024
+    root = tmp_path / "a"
+    tiers = read_tiers([{"path": root, "limit_gb": limit}, URL])
+
+    def held() -> int:
+        nbytes = 0
+        for path in root.glob("step*/x.pt"):
+            with contextlib.suppress(FileNotFoundError):  # it is being removed
+                nbytes += path.stat().st_size
+        return nbytes
+
+    def names() -> list[str]:
+        return sorted(path.parent.parent.name for path in root.glob("*/.datastates/commit.json"))
+
+    with Rig(tiers=tiers) as rig:
+        for step in range(8):
+            rig.checkpoint(root / f"step{step}", {"x.pt": image_of(nbytes, step)}, f"a-{step}")
+            eventually(lambda: held() <= limit * 2**30, "the oldest has gone")
+        kept = names()
+        assert len(kept) == 3 and "step7" in kept
+        lost = [f"step{step}" for step in range(8) if f"step{step}" not in kept]
+        eventually(lambda: set(lost) <= set(_given_up(rig)), "each loss is told")
+        server.trouble = lambda _: None
+        for name in kept:
+            wait_carried(root, name)
+    end = Snapshot()
+    end.take(server)
+    assert end.problems() == [] and end.objects["run/latest"] == b"step7"
+    assert all(end.objects[f"run/{name}/x.pt"] == image_of(nbytes, int(name[-1])) for name in kept)
+    assert not [key for key in end.objects if any(f"/{name}/" in key for name in lost)]
+
+
+def _given_up(rig):
+    events = [event for event in rig.events if event["event"] == "carry_failed" and event["is_final"]]
+    return [os.path.basename(event["path"]) for event in events if event["tier"] == URL]
 
 
 def test_carrying_goes_on_when_the_trainer_has_closed(tmp_path, server, make_gate, belongings):

@@ -7,10 +7,10 @@ import os
 import click
 
 from datastates.catalog import CheckpointRecord
-from datastates.checkpoints.pins import is_pinned
 from datastates.cli.checkpoints import checkpoints_below
 from datastates.cli.console import json_option, print_json, print_rows, printable, size_text
 from datastates.errors import CheckpointNotFoundError
+from datastates.pins import is_pinned
 from datastates.removal import remove_checkpoint
 from datastates.retention import RetentionPolicy, in_order
 

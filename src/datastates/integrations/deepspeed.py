@@ -27,10 +27,11 @@ from datastates.config import CheckpointConfig
 from datastates.errors import CheckpointNotFoundError, DataStatesError
 from datastates.events import now
 from datastates.integrations import draining, nvme
-from datastates.integrations.agreement import barrier, settle
+from datastates.integrations.agreement import agreed_at_leisure, barrier, settle
 from datastates.integrations.hazards import eager_rule, hazards_of
 from datastates.integrations.resharding import resharded
 from datastates.nodes.agreement import agree_on_whole
+from datastates.tiers.nearest import FETCH_SECONDS, fetch_latest, fetch_named
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +129,10 @@ def save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Saves in flight are settled first, an interrupted commit is completed, an incomplete checkpoint refused."""
+    """Saves in flight are settled first, an interrupted commit is completed, an incomplete checkpoint refused.
+
+    What is not whole in the first tier is brought from the nearest that has it.
+    """
 
     @functools.wraps(original)
     def wrapper(self: DeepSpeedEngine, load_dir: str, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -187,6 +191,22 @@ def _argument(args: tuple[Any, ...], kwargs: Mapping[str, Any], position: int, n
     return args[position] if len(args) > position else kwargs.get(name, default)
 
 
+def _fetch(engine: DeepSpeedEngine, load_dir: str, tag: Any) -> None:
+    """Rank 0 brings what is to be loaded from a further tier, where the first one does not have it; all ranks wait.
+
+    Raises:
+        CheckpointNotFoundError: a checkpoint that was named, or that ``latest`` names, is whole in no tier.
+    """
+    inner = engine_of(engine)
+    tiers = () if inner is None else inner.config.all_tiers
+    if len(tiers) < 2 or engine.load_universal_checkpoint():
+        return
+    if tag is None:
+        agreed_at_leisure(lambda: fetch_latest(tiers, load_dir), FETCH_SECONDS)
+    else:
+        agreed_at_leisure(lambda: fetch_named(tiers, os.path.join(load_dir, str(tag))), FETCH_SECONDS)
+
+
 def _recover(engine: DeepSpeedEngine, load_dir: str, tag: Any) -> None:
     """Rank 0 completes or removes what an earlier run left behind; then every rank checks for itself.
 
@@ -208,6 +228,7 @@ def _recover(engine: DeepSpeedEngine, load_dir: str, tag: Any) -> None:
             # The check below says on every rank what is wrong; raising here would leave the others in the barrier.
             logger.warning("%s: what an interrupted run left could not be cleaned up: %s", load_dir, error)
     barrier()
+    _fetch(engine, load_dir, tag)
     missing = {} if nodes is None else agree_on_whole(nodes, load_dir).missing
     if tag is None and not engine.load_universal_checkpoint():
         tag = manifest.read_latest(load_dir)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from datastates.checksum import crc32
 from datastates.errors import CheckpointNotFoundError, CorruptCheckpointError
-from datastates.manifest import FileRecord, Manifest, manifest_path, read_bytes, read_latest
+from datastates.manifest import CommitRecord, FileRecord, Manifest, manifest_path, read_bytes, read_latest
 from datastates.tier_settings import TierSettings
 from datastates.tiers.first_tier import Placed, committed_below, is_current, pinned_names
 from datastates.tiers.marks import Marks, Outcome
@@ -59,7 +59,8 @@ class Carrying:
         self._rank = rank
         self._world_size = world_size
         self._is_stopped = is_stopped
-        self._held: set[tuple[str, str]] = set()
+        self._held: dict[tuple[str, str], CommitRecord] = {}  # by name and attempt: of what there may be a part
+        self._abandoned: list[tuple[str, CommitRecord, frozenset[str]]] = []
 
     def directory(self, placed: Placed) -> str:
         """The checkpoint's folder in the first tier."""
@@ -81,13 +82,21 @@ class Carrying:
                 waiting.append(placed)
             elif outcome is Outcome.CARRIED:
                 carried.append(placed)
-        self._let_go(waiting)
+        self._let_go(waiting, carried)
         return waiting, carried
 
     def clean_forgotten(self) -> None:
         """Rank 0, before anything is carried: remove what crashes have left of what nobody carries any more."""
         waiting, _ = self.survey()
         self._store.clean_forgotten([placed.name for placed in waiting])
+        for placed in waiting:
+            if self.marks(placed).is_begun:
+                self._held[placed.name, placed.attempt] = placed.record
+
+    def discard_abandoned(self) -> None:
+        """Rank 0: remove what was sent of checkpoints that will never be committed in the tier; tried once."""
+        while self._abandoned:
+            self._store.discard(*self._abandoned.pop())
 
     def choose(self, placed: Placed) -> None:
         """Rank 0: begin to carry a checkpoint; the other ranks follow."""
@@ -95,6 +104,7 @@ class Carrying:
         if marks.chosen_at is None:
             self._store.begin(placed.name, placed.attempt)
             marks.choose()
+        self._held[placed.name, placed.attempt] = placed.record
 
     def send_part(self, placed: Placed) -> int:
         """Send this rank's files and manifests, as far as they are not there. Returns the bytes that were sent.
@@ -104,7 +114,7 @@ class Carrying:
             SupersededError: the checkpoint is not there any more.
             StoppedError: `is_stopped` said so.
         """
-        self._held.add((placed.name, placed.attempt))
+        self._held[placed.name, placed.attempt] = placed.record
         try:
             ranks = range(self._rank, placed.record.world_size, self._world_size)
             return sum(self._send_rank(placed, rank) for rank in ranks)
@@ -132,8 +142,12 @@ class Carrying:
             manifests.append((manifest, crc32(data)))
         self._check(placed)
         self._store.commit(placed.name, placed.record, manifests)
+        if pinned_names(self._root, [placed]):
+            self._store.set_pin(placed.name, wanted=True)
         self._move_latest(folder_of(placed.name))
         self.marks(placed).settle(Outcome.CARRIED)
+        self._store.release(placed.name, placed.attempt)
+        self._held.pop((placed.name, placed.attempt), None)
 
     def apply_retention(self) -> list[str]:
         """Rank 0: remove from the tier what its rules do not keep. Returns the names."""
@@ -141,11 +155,24 @@ class Carrying:
             return []
         found = self._store.committed(None)
         latest = {folder: self._store.latest(folder) for folder in {folder_of(one.name) for one in found}}
-        pinned = pinned_names(self._root, found)
-        removals = to_remove(found, self._tier, latest=latest, pinned=pinned)
+        removals = to_remove(found, self._tier, latest=latest, pinned=self._pinned_there(found))
         for name in removals.names:
             self._store.remove(name)
         return list(removals.names)
+
+    def is_superseded(self, placed: Placed) -> bool:
+        """Whether the checkpoint was removed from the first tier, or saved anew. Raises StorageError."""
+        return not is_current(self.directory(placed), placed.attempt)
+
+    def _pinned_there(self, found: Sequence[Placed]) -> set[str]:
+        """Names of those that are pinned: as the first tier says, else, where it has lost them, as the tier does."""
+        there = self._store.pinned([one.name for one in found])
+        here = [one for one in found if not self.is_superseded(one)]
+        wanted = pinned_names(self._root, here)
+        for one in here:
+            if (one.name in wanted) != (one.name in there):
+                self._store.set_pin(one.name, wanted=one.name in wanted)
+        return (there - {one.name for one in here}) | wanted
 
     def _send_rank(self, placed: Placed, rank: int) -> int:
         manifest, data = self._manifest(placed, rank)
@@ -184,22 +211,34 @@ class Carrying:
         return Manifest.from_bytes(data, path), data
 
     def _move_latest(self, folder: str) -> None:
-        """``latest`` names what was committed last, of what is in the tier; where the first tier has one at all."""
-        if read_latest(os.path.join(self._root, folder)) is None:
+        """``latest`` names what it names in the first tier; until the tier has that, what was committed last there.
+
+        Where the first tier has none, the tier gets none.
+        """
+        wanted = read_latest(os.path.join(self._root, folder))
+        if wanted is None:
             return
-        newest = max(self._store.committed(folder), key=lambda one: one.created_at, default=None)
-        if newest is not None and self._store.latest(folder) != newest.tag:
-            self._store.set_latest(folder, newest.tag)
+        there = self._store.committed(folder)
+        if wanted not in {one.tag for one in there}:
+            newest = max(there, key=lambda one: one.created_at, default=None)
+            wanted = None if newest is None else newest.tag
+        if wanted is not None and self._store.latest(folder) != wanted:
+            self._store.set_latest(folder, wanted)
 
     def _check(self, placed: Placed) -> None:
         if self._is_stopped():
             raise StoppedError
-        if not is_current(self.directory(placed), placed.attempt):
+        if self.is_superseded(placed):
             raise SupersededError(f"{self.directory(placed)} was removed or saved anew")
 
-    def _let_go(self, waiting: list[Placed]) -> None:
-        """Give back what the store holds for checkpoints that are settled, or gone."""
+    def _let_go(self, waiting: Sequence[Placed], carried: Sequence[Placed]) -> None:
+        """Give back what the store holds for checkpoints that are settled, or gone, and note what is abandoned."""
         wanted = {(placed.name, placed.attempt) for placed in waiting}
-        for name, attempt in self._held - wanted:
+        committed = {(placed.name, placed.attempt) for placed in carried}
+        files = {placed.name: frozenset(placed.record.file_nbytes) for placed in waiting}
+        for key in [key for key in self._held if key not in wanted]:
+            name, attempt = key
+            record = self._held.pop(key)
             self._store.release(name, attempt)
-        self._held &= wanted
+            if self._rank == 0 and key not in committed:
+                self._abandoned.append((name, record, files.get(name, frozenset())))

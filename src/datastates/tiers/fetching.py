@@ -4,29 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from datastates.attempt_folder import AttemptLock
 from datastates.checksum import crc32
 from datastates.commit import roll_forward
 from datastates.directories import make_directories
-from datastates.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError
+from datastates.errors import CheckpointNotFoundError
 from datastates.integrity import check, verify_file
 from datastates.locks import open_locked
-from datastates.manifest import CommitRecord, FileRecord, manifest_path, read_commit
+from datastates.manifest import CommitRecord, FileRecord, manifest_path
 from datastates.partial_names import partial_path
+from datastates.pins import pin
 from datastates.storage import PartialFile, create_partial, reopen_partial, size_of, write_atomically
 from datastates.system_calls import storage_errors
 from datastates.tier_settings import TierSettings
-from datastates.tiers.first_tier import Placed, committed_below
+from datastates.tiers.first_tier import Placed, is_current
 from datastates.tiers.marks import Marks, Outcome
 from datastates.tiers.source import check_piece
 from datastates.tiers.store import Store, manifests_in, open_store, record_in
-
-logger = logging.getLogger(__name__)
 
 _LOCK_SUFFIX = ".datastates.fetch"
 _NUM_READS = 4
@@ -67,9 +65,8 @@ def fetch(tier: TierSettings, name: str, directory: str, *, again: bool = False)
         record = record_in(store, name)
         if record is None:
             raise CheckpointNotFoundError(f"{store.url} holds no complete checkpoint {name!r}")
-        found = read_commit(directory)
-        if found is not None and found.attempt == record.attempt and not again and not check(directory):
-            return found
+        if not again and is_current(directory, record.attempt) and not check(directory):
+            return record
         record = _fetch(store, name, directory, record)
         Marks(directory, record.attempt, tier).settle(Outcome.CARRIED, "it was fetched from there")
         return record
@@ -108,7 +105,10 @@ def _fetch(store: Store, name: str, directory: str, record: CommitRecord) -> Com
         for manifest, data in manifests:
             write_atomically(manifest_path(directory, record.attempt, manifest.rank), data)
         pairs = [(manifest, crc32(data)) for manifest, data in manifests]
-        return roll_forward(directory, pairs, record.tag, record.committed_at)
+        fetched = roll_forward(directory, pairs, record.tag, record.committed_at)
+        if store.pinned([name]):
+            pin(directory)
+        return fetched
     finally:
         for partial in partials:
             partial.close()
@@ -152,42 +152,6 @@ def _pieces(store: Store, name: str, file: FileRecord) -> Iterator[tuple[int, me
             indices = range(first, min(first + _NUM_READS, len(file.crc32)))
             for index, piece in zip(indices, executor.map(read, indices), strict=True):
                 yield index * file.slab_nbytes, piece
-
-
-def fetch_newest(tiers: Sequence[TierSettings], directory: str) -> str | None:
-    """Bring what was committed last, over all further tiers, to a folder of the first one that has nothing younger.
-
-    What cannot be brought is logged, and the next older one is tried, as long as it is younger than what is there.
-
-    Args:
-        tiers: the first one is a directory.
-        directory: a folder of checkpoints in it, or the first tier itself.
-
-    Returns:
-        The folder of what was brought, None where nothing was.
-    """
-    root = os.path.realpath(tiers[0].path)
-    relative = os.path.relpath(os.path.realpath(directory), root)
-    folder = "" if relative == os.curdir else relative
-    here = [one.created_at for one in committed_below(root) if os.path.dirname(one.name) == folder]
-    candidates: list[tuple[float, int, TierSettings, Placed]] = []
-    for distance, tier in enumerate(tiers[1:]):
-        try:
-            candidates += [(-one.created_at, distance, tier, one) for one in placed_in(tier, folder)]
-        except StorageError as error:
-            logger.warning("tier %s cannot be read: %s", tier.path, error)
-    for _, _, tier, placed in sorted(candidates, key=lambda entry: entry[:2]):
-        if placed.created_at <= max(here, default=0.0):
-            return None
-        path = os.path.join(root, placed.name)
-        try:
-            fetch(tier, placed.name, path)
-        except (CheckpointNotFoundError, CorruptCheckpointError, StorageError) as error:
-            logger.warning("%s is not fetched from %s: %s", placed.name, tier.path, error)
-            continue
-        logger.info("%s was fetched from %s", path, tier.path)
-        return path
-    return None
 
 
 def _ignore(_: str) -> None:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from datastates.attempt_folder import MAX_DEPTH
 from datastates.errors import CorruptCheckpointError
-from datastates.manifest import METADATA_NAME, PINNED_NAME, CommitRecord, read_commit, read_latest
+from datastates.manifest import METADATA_NAME, CommitRecord, read_commit, read_latest
+from datastates.pins import is_pinned
 from datastates.retention import step_of
 from datastates.system_calls import patiently, storage_errors
 
@@ -62,6 +63,16 @@ def committed_below(root: str) -> list[Placed]:
         ]
 
 
+def name_below(root: str, directory: str) -> str | None:
+    """The name of a checkpoint's folder in a tier; None where `committed_below` does not find it, were it there.
+
+    That is outside of the root, more than three folders deep, or in a hidden folder.
+    """
+    name = os.path.relpath(os.path.realpath(directory), os.path.realpath(root))
+    parts = name.split(os.sep)
+    return None if len(parts) > MAX_DEPTH or any(part.startswith(".") for part in parts) else name
+
+
 def latest_tags(root: str, folders: set[str]) -> dict[str, str | None]:
     """What ``latest`` names in each of these folders below a root. Raises StorageError."""
     return {folder: read_latest(os.path.join(root, folder) if folder else root) for folder in folders}
@@ -69,9 +80,7 @@ def latest_tags(root: str, folders: set[str]) -> dict[str, str | None]:
 
 def pinned_names(root: str, checkpoints: Iterable[Placed]) -> set[str]:
     """Names of those that are pinned in the directory."""
-    return {
-        one.name for one in checkpoints if os.path.lexists(os.path.join(root, one.name, METADATA_NAME, PINNED_NAME))
-    }
+    return {one.name for one in checkpoints if is_pinned(os.path.join(root, one.name))}
 
 
 def is_current(directory: str, attempt: str) -> bool:

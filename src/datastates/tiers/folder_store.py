@@ -22,11 +22,12 @@ from datastates.manifest import (
     read_latest,
 )
 from datastates.partial_names import partial_path
-from datastates.recovery import clean_leftovers, remove_superseded
+from datastates.pins import is_pinned, pin, unpin
+from datastates.recovery import clean_leftovers, remove_empty, remove_superseded
 from datastates.removal import remove_checkpoint
 from datastates.storage import PartialFile, create_partial, size_of, write_atomically
 from datastates.system_calls import patiently, storage_errors
-from datastates.tiers.first_tier import Placed, checkpoint_folders, committed_below
+from datastates.tiers.first_tier import Placed, checkpoint_folders, committed_below, is_current
 
 
 class FolderStore:
@@ -95,8 +96,7 @@ class FolderStore:
 
     def commit(self, name: str, record: CommitRecord, manifests: Sequence[tuple[Manifest, int]]) -> None:
         directory = self._join(name)
-        found = read_commit(directory)
-        if found is None or found.attempt != record.attempt:
+        if not is_current(directory, record.attempt):
             roll_forward(directory, manifests, record.tag, record.committed_at)
         with storage_errors("clean", directory):
             remove_superseded(directory, record.attempt)
@@ -108,6 +108,14 @@ class FolderStore:
         if lock is not None:
             lock.release()
 
+    def discard(self, name: str, record: CommitRecord, kept: Iterable[str]) -> None:  # noqa: ARG002
+        """What other ranks still hold stays; nothing of an attempt has its final name before the commit."""
+        directory = self._join(name)
+        if read_commit(directory) is None:
+            with storage_errors("clean", directory):
+                remove_superseded(directory, "")
+            remove_empty(directory)
+
     def latest(self, folder: str) -> str | None:
         return read_latest(self._join(folder))
 
@@ -118,6 +126,12 @@ class FolderStore:
         return [
             placed for placed in committed_below(self._root) if folder is None or os.path.dirname(placed.name) == folder
         ]
+
+    def pinned(self, names: Iterable[str]) -> set[str]:
+        return {name for name in names if is_pinned(self._join(name))}
+
+    def set_pin(self, name: str, *, wanted: bool) -> None:
+        (pin if wanted else unpin)(self._join(name))
 
     def remove(self, name: str) -> None:
         remove_checkpoint(self._join(name))

@@ -5,18 +5,21 @@
     D/.datastates/<attempt>/chosen-<tier>.json          rank 0 has chosen to carry the attempt: the other ranks follow
     D/.datastates/<attempt>/outcome-<tier>.json         it is committed in that tier, or need not or cannot be carried
     D/.datastates/<attempt>/sent-<tier>-<rank>.jsonl    files that are in an object store, with their receipts
+    D/.datastates/<attempt>/turn-<tier>-<rank>.lock     locked by the process that carries the rank's part
 
 So that carrying goes on after a crash, and nobody has to ask a tier what it has.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from enum import Enum
 
+from datastates.locks import try_lock
 from datastates.manifest import attempt_directory, read_bytes
 from datastates.storage import write_atomically
 from datastates.system_calls import patiently, storage_errors
@@ -85,6 +88,34 @@ class Marks:
                 patiently(os.unlink, path)
             except FileNotFoundError:
                 return
+
+    @contextlib.contextmanager
+    def turn(self, rank: int) -> Iterator[bool]:
+        """Hold the right to carry a rank's part for the body; False: another process has it.
+
+        That is one that an earlier run has left: it goes on carrying when its trainer has ended.
+
+        Raises:
+            StorageError: the lock file cannot be made.
+        """
+        path = os.path.join(self._folder, f"turn-{self._tier.key}-{rank:05d}.lock")
+        with storage_errors("lock", path):
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            descriptor = patiently(os.open, path, flags, 0o666)
+        try:
+            with storage_errors("lock", path):
+                is_mine = try_lock(descriptor) is not False
+            yield is_mine
+        finally:
+            os.close(descriptor)
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether any part of the attempt may be in the tier."""
+        if self.chosen_at is not None:
+            return True
+        beginning = f"sent-{self._tier.key}-"
+        return os.path.isdir(self._folder) and any(name.startswith(beginning) for name in os.listdir(self._folder))
 
     def receipts(self, rank: int) -> dict[str, str]:
         """What an object store has acknowledged of a rank's files, by name; lines that a crash has cut do not count."""

@@ -78,6 +78,7 @@ class MultipartUploads:
 
     def _request(self, method: str, path: str, query: dict[str, str], *, missing_ok: bool = False) -> bytes:
         url = f"{self._base}{path}?{urlencode(query, quote_via=quote)}&x-datastates="
+        what = redacted(f"{method} {self._base}{path}")
         signed = obstore.sign(self._make_store(url), method, "", _EXPIRES)  # type: ignore[call-overload]
         request = urllib.request.Request(signed, method=method)  # noqa: S310 - http(s), as the library has made it
         try:
@@ -89,9 +90,9 @@ class MultipartUploads:
                 if missing_ok and error.code == 404:
                     return b""
                 body = error.read(4096).decode("utf-8", "replace")
-            raise StorageError(f"{method} {self._base}{path}: HTTP {error.code}: {redacted(body)}") from None
+            raise StorageError(f"{what}: HTTP {error.code}: {redacted(body)}") from None
         except OSError as error:  # URLError among them; its own message may repeat the signed URL
-            raise StorageError(f"{method} {self._base}{path}: {redacted(str(error))}") from None
+            raise StorageError(f"{what}: {redacted(str(error))}") from None
 
 
 def _parsed(answer: bytes, prefix: str) -> ElementTree.Element:

@@ -14,6 +14,7 @@ _ELEMENTS = re.compile(
     r"(?is)<(AWSAccessKeyId|SignatureProvided|StringToSign|StringToSignBytes|CanonicalRequest|"
     r"CanonicalRequestBytes|SecurityToken|Token)>.*?</\1>"
 )
+_USERINFO = re.compile(r"(?i)\b([a-z][a-z0-9+.-]*://)[^/\s\"'<>]*@")
 _HIDDEN = "(hidden)"
 _MAX_CHARS = 600
 _MIN_SECRET_CHARS = 4
@@ -22,8 +23,8 @@ _MIN_SECRET_CHARS = 4
 def redacted(text: str) -> str:
     """A text of an error for logs and records: one line, not long, without credentials.
 
-    Left out are values of the environment that are credentials by their names, signatures in URLs, and what a server
-    repeats of a signed request.
+    Left out are values of the environment that are credentials by their names, user and password in URLs (of an
+    endpoint, a proxy), signatures in them, and what a server repeats of a signed request.
     """
     text = text.partition("\n\nDebug source:")[0]  # obstore's: the same once more, at length
     for name, value in os.environ.items():
@@ -31,6 +32,7 @@ def redacted(text: str) -> str:
         if is_secret and len(value) >= _MIN_SECRET_CHARS:
             text = text.replace(value, _HIDDEN)
     text = _ELEMENTS.sub(lambda found: f"<{found[1]}>{_HIDDEN}</{found[1]}>", text)
+    text = _USERINFO.sub(lambda found: f"{found[1]}{_HIDDEN}@", text)
     text = _PARAMETERS.sub(lambda found: f"{found[1]}={_HIDDEN}", text)
     text = " ".join(text.split())
     return text if len(text) <= _MAX_CHARS else text[: _MAX_CHARS - 4] + " ..."

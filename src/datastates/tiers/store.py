@@ -59,6 +59,17 @@ class Store(Protocol):
     def release(self, name: str, attempt: str) -> None:
         """The carrying of an attempt has ended, one way or the other: let go of what is held for it."""
 
+    def discard(self, name: str, record: CommitRecord, kept: Iterable[str]) -> None:
+        """Remove what was sent of an attempt that will not be committed, all ranks' part. Rank 0.
+
+        Does nothing where a checkpoint of that name is committed, of whatever attempt.
+
+        Args:
+            name: of the checkpoint.
+            record: that it was to be committed with.
+            kept: files that belong to another attempt of that name by now.
+        """
+
     def latest(self, folder: str) -> str | None:
         """What ``latest`` in a folder of checkpoints names."""
 
@@ -68,8 +79,14 @@ class Store(Protocol):
     def committed(self, folder: str | None) -> list[Placed]:
         """The committed checkpoints in a folder of them; None: in all. Those with a damaged record are left out."""
 
+    def pinned(self, names: Iterable[str]) -> set[str]:
+        """Which of these committed checkpoints are pinned in the tier."""
+
+    def set_pin(self, name: str, *, wanted: bool) -> None:
+        """Pin a checkpoint in the tier, or take its pin away; idempotent."""
+
     def remove(self, name: str) -> None:
-        """Remove a checkpoint: its record first."""
+        """Remove a checkpoint: its record first. What a crash leaves of it goes by `clean_forgotten`."""
 
     def read(self, name: str, file: str) -> bytes | None:
         """All of a small file of a checkpoint; None where it is not there."""

@@ -8,9 +8,10 @@ import threading
 import time
 from collections.abc import Sequence
 
+from datastates.attempt_folder import MAX_DEPTH
 from datastates.errors import WaitTimeoutError
 from datastates.tier_settings import TierSettings
-from datastates.tiers.first_tier import is_current
+from datastates.tiers.first_tier import is_current, name_below
 from datastates.tiers.marks import Marks
 
 logger = logging.getLogger(__name__)
@@ -30,17 +31,22 @@ class CarryWatch:
         self._is_warned = False
 
     def note(self, directory: str, attempt: str) -> None:
-        """A checkpoint is committed; one outside of the first tier is not carried, which is said once."""
+        """A checkpoint is committed; one of which the tiers know nothing is not carried, which is said once."""
         if not self._tiers:
             return
-        is_inside = os.path.realpath(directory).startswith(self._root + os.sep)
+        is_inside = name_below(self._root, directory) is not None
         with self._lock:
             if is_inside:
                 self._waiting[directory] = attempt
                 return
             is_warned, self._is_warned = self._is_warned, True
         if not is_warned:
-            logger.warning("%s is not below %s, the first tier: it is not carried to others", directory, self._root)
+            logger.warning(
+                "%s is not below %s, the first tier, or more than %d folders deep: it is not carried to others",
+                directory,
+                self._root,
+                MAX_DEPTH,
+            )
 
     def behind(self) -> dict[str, list[str]]:
         """The tiers that each checkpoint has still to come to, by folder; what is gone or saved anew is left out."""
