@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import threading
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -18,6 +20,7 @@ from torch import distributed
 from datastates import load_latest
 from datastates.attempt import Attempt
 from datastates.attempt_folder import complete_manifests
+from datastates.attempt_names import AttemptNames
 from datastates.catalog import list_checkpoints
 from datastates.checkpoint_engine import check_committed
 from datastates.checksum import crc32
@@ -35,27 +38,33 @@ from datastates.errors import (
 from datastates.flusher.work import CommitResult, running_future
 from datastates.integrity import verify
 from datastates.manifest import (
+    ABORTED_NAME,
     FileRecord,
     Manifest,
     attempt_directory,
     commit_path,
+    read_causes,
     read_commit,
     read_manifest,
     write_manifest,
 )
 from datastates.node_parts import Node, NodePart, ranges_of
-from datastates.nodes.following import Following
+from datastates.nodes.agreement import Agreement, agree_on_whole
+from datastates.nodes.following import Following, Store
+from datastates.nodes.grouping import Nodes
 from datastates.partial_names import partial_path
 from datastates.recovery import Recovery, recover
+from datastates.saver import Saver
 from datastates.tiers.first_tier import is_current
 from datastates.whole_records import WHOLE_NAME, is_whole_part, mark_whole, unmark_whole
 
 NODES = (Node("a", (0, 1)), Node("b", (2, 3)))
 PARTS = NodePart(0, NODES), NodePart(1, NODES)
+RUN, OLDER = "run-00000000-0001", "older-00000000-0001"
 SECONDS = 30.0
 
 
-def make_part(directory: Path, part: NodePart, attempt: str = "run-00000000-0001", commit: bool = True) -> Path:
+def make_part(directory: Path, part: NodePart, attempt: str = RUN, commit: bool = True) -> Path:
     """A node's part of a checkpoint, as its flushers leave it."""
     folder = attempt_directory(str(directory), attempt)
     os.makedirs(folder, exist_ok=True)
@@ -306,3 +315,104 @@ def test_close_ends_the_thread_and_what_is_open(tmp_path):
         assert isinstance(whole.exception(SECONDS), ClosedError)
         assert not [thread for thread in threading.enumerate() if thread.name == "datastates-nodes"]
         assert isinstance(ranks.follow(0, done()).exception(0), ClosedError)
+
+
+def test_a_rank_tells_that_its_node_fails_where_the_first_one_is_gone(tmp_path):
+    with ranks_in(tmp_path) as ranks:
+        error = CommitError("rank 2: the trainer ended before its part was complete")
+        assert ranks.follow(2, done(error)).exception(SECONDS) is error
+        found = ranks.follow(0, done()).exception(SECONDS)
+        assert "node 1 (b): rank 2: the trainer ended before its part was complete" in str(found)
+
+
+def test_what_a_node_does_not_wait_for_any_more_is_whole_on_none(tmp_path):
+    with ranks_in(tmp_path) as ranks:
+        hasty = Following(PARTS[1], 2, lambda: ranks.store, 0.05)
+        try:
+            found = hasty.follow(ranks.attempts[1], done()).exception(SECONDS)
+            assert "is not known within 0.05 s" in str(found)
+            late = ranks.follow(0, done()).exception(SECONDS)
+            assert "step1 is not whole: node 1 (b)" in str(late) and "is not known within 0.05 s" in str(late)
+            assert not (ranks.folders[0] / "latest").exists()
+        finally:
+            hasty.close(SECONDS)
+
+
+def test_a_rank_that_cannot_tell_what_is_there_tells_the_others(tmp_path):
+    store = distributed.HashStore()
+
+    class Stored(Nodes):
+        def store(self) -> Store:
+            return store
+
+    directory = tmp_path / "step1"
+    (directory / ".datastates" / "commit.json").mkdir(parents=True)  # it cannot be read
+    config = CheckpointConfig(host_cache_bytes=2**24, pin_host_cache=False, shared_directory=False)
+    saver = Saver(config, rank=0, world_size=4, run_id="run", nodes=Stored(OneRank(0, 4), PARTS[0], "run"))
+    try:
+        with pytest.raises(StorageError, match="cannot read"):
+            saver.begin(str(directory), "step1", update_latest=True)
+        attempt = AttemptNames("run", 0).of_checkpoint("step1")
+        store.wait([f"{attempt}/failed"])
+        assert "cannot read" in store.get(f"{attempt}/failed").decode()
+    finally:
+        saver.close(SECONDS)
+    assert "cannot read" in read_causes(str(directory), attempt, ABORTED_NAME)[0]
+
+
+# ----------------------------------------------------------------------------------- what nodes find at a start
+
+
+class OneRank:
+    """What a rank of several, each a thread of this process, knows of them all."""
+
+    def __init__(self, rank: int, size: int, barrier: threading.Barrier | None = None, shared: Any = None) -> None:
+        self.rank, self.size = rank, size
+        self._barrier, self._shared = barrier, shared
+
+    def gather(self, value: object) -> list[object]:
+        self._shared[self.rank] = value
+        self._barrier.wait()
+        found = [self._shared[rank] for rank in range(self.size)]
+        self._barrier.wait()
+        return found
+
+
+def agreed(folders: list[Path]) -> Agreement:
+    """What the nodes whose disks these are find out together, each a thread with one rank."""
+    nodes = tuple(Node("abcd"[index], (index,)) for index in range(len(folders)))
+    barrier = threading.Barrier(len(folders), timeout=SECONDS)
+    shared: dict[int, object] = {}
+
+    def agree(index: int) -> Agreement:
+        return agree_on_whole(
+            Nodes(OneRank(index, len(folders), barrier, shared), NodePart(index, nodes), "run"), str(folders[index])
+        )
+
+    with ThreadPoolExecutor(len(folders)) as pool:
+        results = list(pool.map(agree, range(len(folders))))
+    assert all(found == results[0] for found in results)
+    return results[0]
+
+
+def test_a_disk_with_the_part_of_another_save_is_not_taken_for_a_part_of_the_whole(tmp_path):
+    folders = [tmp_path / name for name in "abc"]
+    for folder, part in zip(folders, (*PARTS, PARTS[1]), strict=True):
+        make_part(folder / "step1", part, OLDER if folder == folders[2] else RUN)
+    mark_whole(str(folders[2] / "step1"), OLDER)
+    assert agreed(folders).whole == {"step1"}
+    assert [is_whole_part(str(folder / "step1")) for folder in folders] == [True, True, False]
+
+
+def test_parts_of_two_saves_under_one_name_are_no_whole(tmp_path):
+    folders = [tmp_path / name for name in "ab"]
+    for folder, part, attempt in zip(folders, PARTS, (RUN, OLDER), strict=True):
+        mark_whole(str(make_part(folder / "step1", part, attempt)), attempt)
+    found = agreed(folders)
+    assert found.whole == frozenset()
+    assert "has the part of another save" in found.missing["step1"]
+    assert not any(is_whole_part(str(folder / "step1")) for folder in folders)
+    shutil.rmtree(folders[1])
+    make_part(folders[1] / "step1", PARTS[1], RUN)
+    assert agreed(folders) == Agreement(frozenset({"step1"}), {})
+    assert all(is_whole_part(str(folder / "step1")) for folder in folders)

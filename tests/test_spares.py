@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import pathlib
+import stat
 from collections.abc import Iterator
 
 import pytest
@@ -99,8 +100,14 @@ def test_the_nearest_in_size_is_taken(tmp_path: pathlib.Path) -> None:
     file_of(tmp_path / "old" / "right", NBYTES)
     keep_spares(str(tmp_path / "old"), str(tmp_path))
     target = tmp_path / "new"
-    assert take_spare(str(tmp_path / "model.pt"), str(target), NBYTES + 5)
+    assert take_spare(str(tmp_path / "model.pt"), str(target), NBYTES + 5, mode_of(tmp_path))
     assert target.stat().st_size == NBYTES
+
+
+def mode_of(folder: pathlib.Path) -> int:
+    """What new files get."""
+    (folder / "probe").touch()
+    return stat.S_IMODE((folder / "probe").stat().st_mode)
 
 
 def spare_of(folder: pathlib.Path) -> pathlib.Path:
@@ -110,7 +117,7 @@ def spare_of(folder: pathlib.Path) -> pathlib.Path:
 
 
 def is_taken(folder: pathlib.Path) -> bool:
-    return take_spare(str(folder / "model.pt"), str(folder / "partial"), NBYTES)
+    return take_spare(str(folder / "model.pt"), str(folder / "partial"), NBYTES, mode_of(folder))
 
 
 def test_one_that_somebody_reads_is_left_alone(tmp_path: pathlib.Path) -> None:
@@ -150,3 +157,17 @@ def test_a_save_that_is_given_up_leaves_nothing_of_it(tmp_path: pathlib.Path) ->
     assert pool_of(tmp_path) == []
     partial.remove()
     assert [entry.name for entry in tmp_path.iterdir() if entry.is_file()] == []
+
+
+@pytest.mark.parametrize("mode", [0o666, 0o640, 0o600])
+def test_nobody_may_read_more_than_of_a_new_file(tmp_path: pathlib.Path, mode: int) -> None:
+    spare = spare_of(tmp_path)
+    spare.chmod(mode)
+    old = os.umask(0o077)
+    try:
+        partial = create_partial(str(tmp_path / "model.pt"), "a-1", NBYTES)
+    finally:
+        os.umask(old)
+    assert stat.S_IMODE(os.stat(partial.partial).st_mode) == 0o600
+    assert spare.exists() == (mode != 0o600)
+    partial.remove()

@@ -5,7 +5,7 @@ Inside a checkpoint directory ``D``::
     D/<files>                                  the checkpoint's files, under their final names
     D/.datastates/<attempt>/rank-00000.json    the `Manifest` of one rank: written when its files are durable
     D/.datastates/<attempt>/commit.json        the `CommitRecord`, staged: rank 0 has decided to commit
-    D/.datastates/<attempt>/aborted.json       rank 0 has decided not to
+    D/.datastates/<attempt>/aborted.json       rank 0 has decided not to, or a rank will never complete its part
     D/.datastates/<attempt>/unfinished.json    rank 0 has decided to, but storage does not let it finish
     D/.datastates/<attempt>/lock               shared lock of each flusher that takes part
     D/.datastates/commit.json                  the `CommitRecord`: the checkpoint is complete, or one node's part of it
@@ -258,15 +258,22 @@ def write_manifest(directory: str, manifest: Manifest) -> None:
     write_atomically(manifest_path(directory, manifest.attempt, manifest.rank), manifest.to_bytes())
 
 
-def write_causes(directory: str, attempt: str, name: str, ranks: Mapping[int, str]) -> None:
-    """Record that rank 0 will not commit (`ABORTED_NAME`), or could not finish (`UNFINISHED_NAME`), and why, by rank.
+def write_causes(directory: str, attempt: str, name: str, ranks: Mapping[int, str], writer: int = 0) -> None:
+    """Record that there will be no commit (`ABORTED_NAME`), or that rank 0 could not finish it (`UNFINISHED_NAME`).
+
+    Args:
+        directory: the checkpoint's folder.
+        attempt: that is given up.
+        name: of the record.
+        ranks: why, by rank.
+        writer: the rank that writes. Several may do so at the same time: one of their records stays, as a whole.
 
     Raises:
         StorageError: it cannot be written.
     """
     causes = {str(rank): cause for rank, cause in ranks.items()}
     data = _to_json({"format": FORMAT, "version": VERSION, "ranks": causes})
-    write_atomically(os.path.join(attempt_directory(directory, attempt), name), data)
+    write_atomically(os.path.join(attempt_directory(directory, attempt), name), data, f".{writer}")
 
 
 def read_causes(directory: str, attempt: str, name: str) -> dict[int, str] | None:

@@ -138,11 +138,11 @@ def clean_leftovers(save_directory: str) -> list[str]:
                 is_changed = _remove_partials(directory, None)
         if is_changed:
             changed.append(directory)
-            _remove_empty(directory)
+            remove_empty(directory)
     return changed
 
 
-def _remove_empty(directory: str) -> None:
+def remove_empty(directory: str) -> None:
     """Remove a directory that holds nothing, or an empty folder for records; leaves any other alone."""
     with contextlib.suppress(OSError):  # not empty, or in use: it stays
         os.rmdir(os.path.join(directory, METADATA_NAME))

@@ -5,9 +5,10 @@ disks. A file gets here only after the checkpoint that it belonged to has vanish
 once a younger one is committed (`removal.remove_folder`), and it leaves for the partial name of a new save. Whenever
 that is cut, what is left is a spare file or a partial one, and neither is ever read.
 
-Writing over a file changes it for everybody who has it: one that has a second name (a hard link) is not kept, and one
-that somebody has open or mapped, as ``torch.load(mmap=True)`` does, is not taken. Where the file system cannot tell (it
-knows no leases: NFS), none is taken.
+Writing over a file changes it for everybody who has it: one that has a second name (a hard link, or what a power loss
+has left of a rename) is not kept, and one that somebody has open or mapped, as ``torch.load(mmap=True)`` does, is not
+taken. Where the file system cannot tell (it knows no leases: NFS), none is taken; nor is one that others may read than
+may read the new file.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def keep_spares(folder: str, parent: str) -> int:
     return kept
 
 
-def take_spare(path: str, partial: str, nbytes: int) -> bool:
+def take_spare(path: str, partial: str, nbytes: int, mode: int) -> bool:
     """Give a spare file the name under which a new file is made; its old bytes are still in it.
 
     The spare file nearest in size, among those of the folder that the new file lies in, and of the one above.
@@ -66,6 +67,7 @@ def take_spare(path: str, partial: str, nbytes: int) -> bool:
         path: final path of the new file.
         partial: the name to give; nothing has it.
         nbytes: size of the new file.
+        mode: permissions that it is to have; one that has others is left alone.
 
     Returns:
         Whether there was one that could be taken.
@@ -76,7 +78,7 @@ def take_spare(path: str, partial: str, nbytes: int) -> bool:
     spares = [*_files_in(_pool(folder)), *_files_in(_pool(os.path.dirname(folder)))]
     for spare, _ in sorted(spares, key=lambda file: abs(file[1] - nbytes)):
         with contextlib.suppress(OSError):  # taken by another rank meanwhile, or in use: a new file is made
-            if not os.path.lexists(partial) and _rename_unused(spare, partial):
+            if not os.path.lexists(partial) and _rename_unused(spare, partial, mode):
                 return True
     return False
 
@@ -109,9 +111,11 @@ def _files_in(folder: str) -> list[tuple[str, int]]:
     return found
 
 
-def _rename_unused(spare: str, partial: str) -> bool:
+def _rename_unused(spare: str, partial: str, mode: int) -> bool:
     descriptor = patiently(os.open, spare, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
+        if stat.S_IMODE(os.fstat(descriptor).st_mode) != mode:
+            return False
         if try_lock(descriptor) is not True or not _is_unused(descriptor):
             return False
         patiently(os.rename, spare, partial)

@@ -23,9 +23,11 @@ from datastates.leftovers import remove_leftovers
 from datastates.locks import leads_to, open_locked, try_lock
 from datastates.partial_names import partial_path
 from datastates.spares import take_spare
-from datastates.system_calls import fsync, patiently, storage_errors, write_all
+from datastates.system_calls import fsync, patiently, storage_errors, umask, write_all
 
 _STAT_BLOCK_BYTES = 512  # of ``st_blocks``, whatever the file system's own blocks. Source: inode(7)
+
+NEW_FILE_MODE = 0o666  # & ~umask, as other programs make files
 
 _LARGE_BYTES = 64 << 20  # to free so much and more takes tens of milliseconds
 
@@ -38,13 +40,16 @@ def temporary_path(path: str) -> str:
     return os.path.join(directory, f".{name}.tmp")
 
 
-def write_atomically(path: str, data: bytes) -> None:
-    """Replace a small file durably: a reader sees the old bytes or the new ones. One writer at a time."""
+def write_atomically(path: str, data: bytes, writer: str = "") -> None:
+    """Replace a small file durably: a reader sees the old bytes or the new ones.
+
+    One writer at a time, unless each gives a name of its own: it becomes part of the temporary file's.
+    """
     directory = os.path.dirname(path)
-    temporary = temporary_path(path)
+    temporary = temporary_path(path + writer)
     with storage_errors("write", path):
         mode = _mode_of(path)
-        descriptor = _create_anew(temporary, 0o666 if mode is None else mode)
+        descriptor = _create_anew(temporary, NEW_FILE_MODE if mode is None else mode)
         try:
             try_lock(descriptor)  # until it has its name, so that nobody takes it for a leftover
             _set_mode(descriptor, mode)
@@ -203,8 +208,8 @@ def create_partial(
         make_directories(directory)
         remove_leftovers(directory, name, keep)
         mode = _mode_of(path)
-        is_reused = take_spare(path, partial, nbytes)
-        descriptor = _open_direct(partial, os.O_RDWR | os.O_CREAT, 0o666 if mode is None else mode)
+        is_reused = take_spare(path, partial, nbytes, NEW_FILE_MODE & ~umask() if mode is None else mode)
+        descriptor = _open_direct(partial, os.O_RDWR | os.O_CREAT, NEW_FILE_MODE if mode is None else mode)
         try:
             try:
                 patiently(os.ftruncate, descriptor, nbytes if is_reused else 0)

@@ -23,8 +23,9 @@ from faults.storage_recorder import Call
 BLOCK_BYTES = 4096
 
 Name: TypeAlias = tuple[int, str]
-Tree: TypeAlias = dict[str, "bytes | None"]
-"""Relative paths, folders before what is in them; the bytes of a file, None for a folder."""
+Tree: TypeAlias = dict[str, "bytes | str | None"]
+"""Relative paths, folders before what is in them; the bytes of a file, None for a folder; the path of a file that has
+another name already, at its further ones."""
 
 
 @dataclass
@@ -116,7 +117,7 @@ class Disk:
             self._rename((self._nodes[arguments[0]], arguments[1]), (self._nodes[arguments[2]], arguments[3]))
         elif kind == "sync":
             self._sync(self._nodes[arguments[0]])
-        elif kind != "mark":
+        elif kind not in ("mark", "retire"):
             self._files[self._nodes[arguments[0]]].pending.append((kind, *arguments[1:]))
 
     def tree(self, choice: int, seed: str) -> Tree:
@@ -203,11 +204,13 @@ def _tree(names: dict[Name, int], contents: dict[int, bytes]) -> Tree:
     for (folder, name), node in sorted(names.items()):
         below.setdefault(folder, []).append((name, node))
     tree: Tree = {}
+    first: dict[int, str] = {}
     folders = [("", 0)]
     while folders:
         path, folder = folders.pop()
         for name, node in below.get(folder, ()):
-            tree[os.path.join(path, name)] = contents.get(node)
+            known = first.setdefault(node, os.path.join(path, name))
+            tree[os.path.join(path, name)] = contents.get(node) if known == os.path.join(path, name) else known
             if node not in contents:
                 folders.append((os.path.join(path, name), node))
     return tree
@@ -231,6 +234,8 @@ def write_tree(root: str, tree: Tree) -> None:
         path = os.path.join(root, name)
         if data is None:
             os.mkdir(path)
+        elif isinstance(data, str):
+            os.link(os.path.join(root, data), path)
         else:
             with open(path, "wb") as file:
                 file.write(data)

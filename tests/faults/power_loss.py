@@ -4,9 +4,10 @@ A scenario saves through real flusher processes that record their calls (`faults
 call the model of the disk (`faults.disk_model`) gives several states that a power loss may leave there. Of every one:
 
 - `clean_leftovers` brings it to a whole checkpoint, old or new; new, once the save has been reported as committed;
-- ``latest`` names a checkpoint of which every byte is right; checkpoints under other tags are untouched;
+- ``latest`` names a checkpoint of which every byte is right; checkpoints under other tags are untouched,
+  but for those whose removal had begun, which are there as a whole or not at all;
 - cleaning again changes nothing, nor does a power loss in the middle of cleaning do harm;
-- the next save goes well.
+- the next save goes well, also over the files of removed ones, and changes no other checkpoint.
 """
 
 from __future__ import annotations
@@ -18,13 +19,15 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from datastates import spares
 from datastates.checkpoint_engine import check_committed
 from datastates.integrity import verify
 from datastates.manifest import LATEST_NAME, committed_files, read_commit, read_latest
 from datastates.recovery import clean_leftovers
+from datastates.removal import remove_checkpoint
 from faults import storage_recorder
 from faults.disk_model import Disk, Tree, read_tree, write_tree
 from faults.storage_recorder import Call, Recorder, read_log
@@ -33,16 +36,26 @@ from flusher.rig import SLAB, TIMEOUT, Rig, image_of
 Files = dict[str, bytes]
 
 SAVES = "saves"  # the folder of checkpoints; the trainer makes it and does not sync its name
+_FLUSHER = (
+    "import sys; from datastates import spares; from datastates.flusher.process import main;"
+    f" spares.MIN_SPARE_BYTES = {storage_recorder.SPARE_BYTES}; main(sys.argv[1:])"
+)
 COUNTS = ("cut_points", "states", "none", "old", "new", "cleanings_cut")
 ALONE = "alone"  # as a tag: the files are lone files, in a folder of this name
 
 
 @dataclass(frozen=True)
 class Save:
-    """One save of a scenario: the files of each rank."""
+    """One save of a scenario.
+
+    Attributes:
+        ranks: the files of each.
+        retired: tag of the checkpoint that is removed once this save is committed: the next ones write over its files.
+    """
 
     tag: str
     ranks: tuple[Files, ...]
+    retired: str = ""
 
     @property
     def files(self) -> Files:
@@ -70,6 +83,19 @@ class PowerLossError(AssertionError):
     """A power loss does harm."""
 
 
+@dataclass(frozen=True)
+class Past:
+    """What had been done when the power went: saves reported as committed, checkpoints whose removal was begun."""
+
+    num_committed: int = 0
+    retired: tuple[str, ...] = ()
+
+    def after(self, call: Call) -> Past:
+        if call[0] == "mark":
+            return replace(self, num_committed=self.num_committed + 1)
+        return replace(self, retired=(*self.retired, call[1])) if call[0] == "retire" else self
+
+
 @dataclass
 class Trial:
     """States that were tried, and what became of them."""
@@ -92,6 +118,13 @@ SCENARIOS = (
     Scenario("another tag", (Save("s1", (_files(1),)), Save("s2", (_files(2, extra=True),)))),
     Scenario("the same tag", tuple(Save("s1", (_files(seed, extra=seed == 2),)) for seed in (1, 2, 3))),
     Scenario("two ranks", tuple(Save("s1", (_files(seed), {"r": image_of(5000, seed)})) for seed in (1, 2))),
+    Scenario(
+        "over removed ones",
+        tuple(
+            Save(f"s{seed}", (_files(seed, extra=seed == 2),), retired=f"s{seed - 1}" if seed > 1 else "")
+            for seed in (1, 2, 3, 4)
+        ),
+    ),
     Scenario("lone files", tuple(Save(ALONE, ({"f": _files(seed)["f"]},)) for seed in (1, 2))),
 )
 
@@ -141,7 +174,20 @@ def record(scenario: Scenario) -> Recording:
                         recorder.mkdir(folder)  # as DeepSpeed does, long before the flusher knows of it
                     _save(rigs, save, folder, f"run-{number}")
                     recorder.mark()
+                    if save.retired:
+                        recorder.retire(save.retired)
+                        with recorder.installed(), _small_spares():
+                            remove_checkpoint(str(root / SAVES / save.retired), spare=True)
         return Recording(scenario, inode, read_log(log))
+
+
+@contextlib.contextmanager
+def _small_spares() -> Iterator[None]:
+    usual, spares.MIN_SPARE_BYTES = spares.MIN_SPARE_BYTES, storage_recorder.SPARE_BYTES
+    try:
+        yield
+    finally:
+        spares.MIN_SPARE_BYTES = usual
 
 
 def _save(rigs: Sequence[Rig], save: Save, folder: Path, attempt: str) -> None:
@@ -158,25 +204,25 @@ def _save(rigs: Sequence[Rig], save: Save, folder: Path, attempt: str) -> None:
 
 def try_all(recording: Recording, choices: int, seed: int) -> Counter[str]:
     """Cut a recording after each call."""
-    with scratch_folder() as scratch, Rig() as rig:
+    with scratch_folder() as scratch, Rig(command=(sys.executable, "-c", _FLUSHER)) as rig:
         trial = Trial(choices, seed, scratch, rig)
         disk = Disk(recording.root_inode)
-        num_committed = 0
+        past = Past()
         for number, call in enumerate(recording.calls):
             disk.apply(call)
-            num_committed += call[0] == "mark"
+            past = past.after(call)
             trial.counts["cut_points"] += 1
             for choice in range(choices):
                 tree = disk.tree(choice, f"{seed}/{number}")
-                key = hash((num_committed, *tree.items()))
+                key = hash((past, *tree.items()))
                 if key not in trial.seen:
                     trial.seen.add(key)
                     where = f"{recording.scenario.name}, after call {number} {call[:3]!r:.100}, choice {choice}"
-                    _try_state(trial, recording.scenario.saves, num_committed, tree, f"{where}, seed {seed}")
+                    _try_state(trial, recording.scenario.saves, past, tree, f"{where}, seed {seed}")
         return trial.counts
 
 
-def _try_state(trial: Trial, saves: Sequence[Save], num_committed: int, tree: Tree, where: str) -> None:
+def _try_state(trial: Trial, saves: Sequence[Save], past: Past, tree: Tree, where: str) -> None:
     number = trial.counts["states"]
     trial.counts["states"] += 1
     root = trial.scratch / f"state-{number}"
@@ -185,12 +231,12 @@ def _try_state(trial: Trial, saves: Sequence[Save], num_committed: int, tree: Tr
     try:
         calls = _recorded_cleaning(trial, root)
         recovered = read_tree(str(root))
-        trial.counts[_check(root, saves, num_committed)] += 1
+        trial.counts[_check(root, saves, past)] += 1
         _expect(_clean(root) == [] and read_tree(str(root)) == recovered, "cleaning again changes something")
         _check_next_save(trial, root, saves, f"next-{number}")
         shutil.rmtree(root)
         if calls:
-            _cut_cleaning(trial, disk, calls, saves, num_committed)
+            _cut_cleaning(trial, disk, calls, saves, past)
     except Exception as error:
         raise PowerLossError(f"{where}: {error!r}; the disk held {sorted(tree)}") from error
 
@@ -209,7 +255,7 @@ def _recorded_cleaning(trial: Trial, root: Path) -> list[Call]:
     return calls
 
 
-def _cut_cleaning(trial: Trial, disk: Disk, calls: list[Call], saves: Sequence[Save], num_committed: int) -> None:
+def _cut_cleaning(trial: Trial, disk: Disk, calls: list[Call], saves: Sequence[Save], past: Past) -> None:
     """The power goes again while the state is cleaned: one cut point per state, another in each."""
     number = trial.counts["cleanings_cut"]
     trial.counts["cleanings_cut"] += 1
@@ -218,14 +264,15 @@ def _cut_cleaning(trial: Trial, disk: Disk, calls: list[Call], saves: Sequence[S
     root = trial.scratch / f"again-{number}"
     write_tree(str(root), disk.tree(number % max(trial.choices, 4), f"{trial.seed}/{number}"))
     _clean(root)
-    _check(root, saves, num_committed)
+    _check(root, saves, past)
     shutil.rmtree(root)
 
 
-def _check(root: Path, saves: Sequence[Save], num_committed: int) -> str:
+def _check(root: Path, saves: Sequence[Save], past: Past) -> str:
     """Compare with what may be there; says whether the save in flight is."""
     left = [str(path) for path in root.rglob("*.partial")]
     _expect(not left, f"left behind: {left}")
+    num_committed = past.num_committed
     tags = dict.fromkeys(save.tag for save in saves)
     found = {tag: _load(root / SAVES / tag, tag) for tag in tags}
     for tag in tags:
@@ -234,7 +281,7 @@ def _check(root: Path, saves: Sequence[Save], num_committed: int) -> str:
             *committed[-1:],
             *(save.files for save in saves[num_committed : num_committed + 1] if save.tag == tag),
         ]
-        is_right = found[tag] in allowed or (found[tag] is None and not committed)
+        is_right = found[tag] in allowed or (found[tag] is None and (not committed or tag in past.retired))
         _expect(is_right, f"{tag} holds {_describe(found[tag])}, allowed: {[_describe(files) for files in allowed]}")
     if ALONE not in tags:
         _check_latest(root, saves, num_committed, found)
@@ -269,10 +316,13 @@ def _load(folder: Path, tag: str) -> Files | None:
 
 def _check_next_save(trial: Trial, root: Path, saves: Sequence[Save], attempt: str) -> None:
     save = saves[-1]
+    others = {other.tag: _load(root / SAVES / other.tag, other.tag) for other in saves if other.tag != save.tag}
     (root / SAVES).mkdir(exist_ok=True)
     files = {name: image[::-1] for name, image in save.files.items()}
     _save([trial.rig], Save(save.tag, (files,)), root / SAVES / save.tag, attempt)
     _expect(_load(root / SAVES / save.tag, save.tag) == files, "the next save is not what can be loaded")
+    for tag, held in others.items():
+        _expect(_load(root / SAVES / tag, tag) == held, f"the next save has changed {tag}")
     if save.tag != ALONE:
         _expect(read_latest(str(root / SAVES)) == save.tag, f"{LATEST_NAME} does not name the next save")
 

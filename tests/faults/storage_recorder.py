@@ -8,6 +8,7 @@ a lock that all threads and processes with the same LOG share. LOG is a stream o
 - ``("write", inode, offset, data)``, ``("truncate", inode, nbytes)``, ``("allocate", inode, end)``
 - ``("sync", inode)``: of a file or of a folder
 - ``("mark",)``: whoever records has learned that a save is committed
+- ``("retire", tag)``: from here on it removes a checkpoint
 """
 
 from __future__ import annotations
@@ -21,10 +22,14 @@ import threading
 from collections.abc import Iterator
 from typing import Any, TypeAlias
 
+from datastates import spares
 from datastates.flusher.process import main
 
 Call: TypeAlias = tuple[Any, ...]
 Place: TypeAlias = tuple[int, str]
+
+SPARE_BYTES = 4096
+"""Files of removed checkpoints are written over if they have that many."""
 
 _NAMES = (
     "open",
@@ -71,6 +76,10 @@ class Recorder:
     def mark(self) -> None:
         with self._turn():
             self._append("mark")
+
+    def retire(self, tag: str) -> None:
+        with self._turn():
+            self._append("retire", tag)
 
     def open(self, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
         if not flags & (os.O_CREAT | os.O_TRUNC):
@@ -175,5 +184,6 @@ def read_log(log: str) -> list[Call]:
 
 
 if __name__ == "__main__":
+    spares.MIN_SPARE_BYTES = SPARE_BYTES
     Recorder(sys.argv[1], sys.argv[2]).install()
     main(sys.argv[3:])

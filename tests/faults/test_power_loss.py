@@ -83,6 +83,20 @@ def test_a_missing_sync_is_found(recording: Recording, kind: str) -> None:
         try_all(replace(recording, calls=calls), 8, 0)
 
 
+def test_files_that_are_written_over_before_their_checkpoint_is_durably_gone_are_found() -> None:
+    recorded = record(next(scenario for scenario in SCENARIOS if scenario.name == "over removed ones"))
+    calls, is_removal = [], False
+    for call in recorded.calls:
+        is_removal = (is_removal or call[0] == "retire") and call[0] != "mark"
+        if not (is_removal and call[0] == "sync"):
+            calls.append(call)
+        is_removal = is_removal and call[0] != "sync"  # the first sync of a removal makes it durable
+    assert len(calls) == len(recorded.calls) - sum(call[0] == "retire" for call in recorded.calls)
+    assert sum(call[0] == "rename" and call[4].endswith(".partial") for call in calls) >= 2, "some are written over"
+    with pytest.raises(PowerLossError, match=r"over removed ones, after call \d+"):
+        try_all(replace(recorded, calls=calls), 8, 0)
+
+
 # --- the model of the disk
 
 

@@ -18,7 +18,7 @@ from datastates.flusher.client import FlusherClient, FlushFile
 from datastates.plan import Seal
 
 SLAB = 64 * 1024
-TIMEOUT = 20.0
+TIMEOUT = 60.0
 FAULTY = Path(__file__).with_name("faulty_flusher.py")
 
 

@@ -11,6 +11,7 @@ from datastates.flusher.protocol import (
     Abort,
     Acknowledged,
     AttemptFailed,
+    Begin,
     Close,
     Commit,
     Dropped,
@@ -35,6 +36,7 @@ from datastates.flusher.protocol import (
 from datastates.plan import Seal
 
 MESSAGES: list[Message] = [
+    Begin("a-1", "/d"),
     OpenFile(1, "a-1", "/tmp/\udcff.bin", 2**40, 2**24, 3, 4, True, False),
     SealTable(2**40, tuple(Seal(i + 9, i, i + 1) for i in range(MAX_TABLE_ROWS))),
     SealTable(1, ()),

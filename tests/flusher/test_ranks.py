@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import pytest
 from datastates.errors import CommitError, StorageError
 from datastates.integrity import verify
 from datastates.manifest import committed_files, read_commit
+from datastates.recovery import Recovery, recover
 from flusher.rig import SLAB, TIMEOUT, Rig, eventually, faulty, image_of, partials
 
 IMAGES = [image_of(3 * SLAB + rank, rank) for rank in range(2)]
@@ -83,6 +85,78 @@ def test_an_abort_of_one_rank_reaches_the_other(tmp_path: Path) -> None:
         error = waiting.exception(TIMEOUT)
         assert isinstance(error, CommitError) and error.ranks == {0: "torn"}
     assert partials(tmp_path) == []
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+def test_nobody_waits_for_a_first_rank_that_has_not_come_once_another_has_failed(tmp_path: Path, failing: int) -> None:
+    directory, waiting = tmp_path / "s1", 3 - failing
+    with ranks(world_size=3) as rigs:
+        rigs[waiting].save(directory / "f", IMAGES[0])
+        futures = [rigs[waiting].commit(directory)]
+        eventually((directory / f".datastates/a-1/rank-0000{waiting}.json").exists, "the rank has promised its part")
+        rigs[failing].client.abort("a-1", "its planner raised", str(directory))
+        assert isinstance(error := futures[0].exception(TIMEOUT), CommitError)
+        assert error.ranks == {failing: "its planner raised"}
+        assert f"rank {failing}: its planner raised" in str(error)
+        late = rigs[0].commit(directory).exception(TIMEOUT)
+        assert isinstance(late, CommitError) and late.ranks == {failing: "its planner raised"}
+    assert partials(tmp_path) == [] and recover(str(directory)) is Recovery.CLEANED
+
+
+def test_ranks_that_fail_at_the_same_time_leave_one_whole_reason(tmp_path: Path) -> None:
+    directory, failing = tmp_path / "s1", range(1, 6)
+    with ranks(world_size=6) as rigs:
+        for number in range(20):
+            attempt = f"a-{number}"
+            for rank in failing:
+                rigs[rank].client.abort(attempt, f"rank {rank} fails", str(directory))
+            told = [rigs[rank].client.publish(attempt).exception(TIMEOUT) for rank in failing]
+            assert [str(error) for error in told] == [f"attempt {attempt} was aborted: rank {r} fails" for r in failing]
+            error = rigs[0].commit(directory, attempt).exception(TIMEOUT)
+            assert isinstance(error, CommitError) and list(error.ranks.values()) == [
+                f"rank {r} fails" for r in error.ranks
+            ]
+        assert not list(directory.rglob(".*.tmp"))
+
+
+@pytest.mark.parametrize("has_file", [False, True])
+def test_a_trainer_that_ends_before_its_part_is_complete_is_told_to_the_others_at_once(
+    tmp_path: Path, has_file: bool
+) -> None:
+    directory = tmp_path / "s1"
+    with ranks() as rigs:
+        rigs[0].save(directory / "f0", IMAGES[0])
+        waiting = rigs[0].commit(directory)
+        rigs[1].client.begin("a-1", str(directory))
+        if has_file:
+            rigs[1].send(rigs[1].open(directory / "f1", IMAGES[1]), IMAGES[1], 0, 1)
+        rigs[1].client.close(TIMEOUT)
+        error = waiting.exception(TIMEOUT)
+        assert isinstance(error, CommitError)
+        assert error.ranks == {1: "the trainer ended before its part was complete"}
+    assert partials(tmp_path) == []
+
+
+def test_another_flusher_knows_of_a_checkpoint_that_was_begun(tmp_path: Path) -> None:
+    directory = tmp_path / "s1"
+    with ranks() as rigs:
+        rigs[0].save(directory / "f0", IMAGES[0])
+        waiting = rigs[0].commit(directory)
+        file = rigs[1].open(directory / "f1", IMAGES[1])
+        rigs[1].client.begin("a-1", str(directory))
+        first = rigs[1].client.pid
+        os.kill(first, signal.SIGKILL)
+        rigs[1].send(file, IMAGES[1], 0, 1)
+        eventually(lambda: rigs[1].client.pid not in (0, first), "there is another flusher")
+        rigs[1].client.close(TIMEOUT)
+        assert isinstance(error := waiting.exception(TIMEOUT), CommitError)
+        assert list(error.ranks) == [1]
+
+
+def test_a_rank_alone_leaves_no_record_of_what_it_has_not_completed(tmp_path: Path) -> None:
+    with Rig() as rig:
+        rig.client.begin("a-1", str(tmp_path / "s1"))
+    assert not (tmp_path / "s1").exists()
 
 
 def test_a_promised_part_is_not_taken_back(tmp_path: Path) -> None:

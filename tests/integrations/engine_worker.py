@@ -97,8 +97,8 @@ def different_steps(folder: Path) -> None:
 
 
 def one_dies(folder: Path) -> None:
-    """Rank 1 is killed inside of its block; rank 0 trains on, hears of it in time, and ends."""
-    engine = make_engine()
+    """Rank 1 is killed inside of its block; rank 0 trains on, hears of it at once, and ends."""
+    engine = make_engine(commit_timeout_seconds=600.0)
     distributed.barrier()
     if RANK == 1:
         with engine.checkpoint(str(folder / "first"), "first"):
@@ -106,7 +106,7 @@ def one_dies(folder: Path) -> None:
     save(engine, folder, "first")
     error = lost(engine)
     assert isinstance(error, CommitError), error
-    assert list(error.ranks) == [1]
+    assert error.ranks == {1: "the trainer ended before its part was complete"}, error
     engine.close()
     print("ok", flush=True)
     os._exit(0)  # the process group has lost a rank: it cannot be taken down in order

@@ -14,6 +14,7 @@ from datastates.flusher import launch
 from datastates.flusher.ledger import PREFAULT_BYTES, Ledger
 from datastates.flusher.protocol import (
     Abort,
+    Begin,
     Commit,
     FlushSlab,
     Prefault,
@@ -25,7 +26,7 @@ from datastates.flusher.work import Attempt, CommitResult, FlushFile, running_fu
 from datastates.life_cycle import LifeCycle
 from datastates.node_parts import NodePart
 from datastates.partial_names import is_attempt
-from datastates.plan import SEAL_NBYTES, Seal
+from datastates.plan import SEAL_NBYTES, PackedSeals, Seal
 from datastates.tier_settings import TierSettings
 
 __all__ = ["CommitResult", "FlushFile", "FlusherClient"]
@@ -108,6 +109,24 @@ class FlusherClient:
         """The process's id; 0 while none runs. Another after it was replaced."""
         self._check_owner()
         return self._supervisor.pid
+
+    def begin(self, attempt: str, directory: str) -> None:
+        """This rank takes part in the checkpoint ``directory``; idempotent, and of no need to what follows.
+
+        If the trainer dies before it has called `commit` or `abort`, the other ranks hear of it at once.
+
+        Args:
+            attempt: the same id on all ranks.
+            directory: absolute path, the same on all ranks.
+
+        Raises:
+            ClosedError: the client is closed, or belongs to another process.
+        """
+        with self._locked():
+            known = self._attempt(attempt)
+            if not known.folder:
+                known.folder = os.path.normpath(directory)
+                self._supervisor.post(Begin(attempt, known.folder))
 
     def open_file(
         self,
@@ -281,6 +300,8 @@ def _check_file(path: str, nbytes: int, slab_bytes: int, seals: Sequence[Seal]) 
         raise ValueError(f"{path!r} is no normal absolute path")
     if nbytes < 0 or slab_bytes <= 0 or slab_bytes % DIRECT_IO_BYTES:
         raise ValueError(f"{path}: {nbytes} bytes in slabs of {slab_bytes}, expected a multiple of {DIRECT_IO_BYTES}")
+    if isinstance(seals, PackedSeals):  # as they are laid out, but perhaps for another file
+        seals = seals[-1:]
     for seal in seals:
         offset, begin, end = seal
         if not 0 <= begin <= end <= offset <= nbytes - SEAL_NBYTES:

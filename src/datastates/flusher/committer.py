@@ -21,7 +21,7 @@ from datastates.flusher.causes import answer_of, failure_from, failure_of, text_
 from datastates.flusher.incoming import ENDED, Attempt, FileState, IncomingFile
 from datastates.flusher.meeting_point import MeetingPoint
 from datastates.flusher.patience import Patience
-from datastates.flusher.protocol import Abort, Answer, Commit, Publish, Settled, shortened
+from datastates.flusher.protocol import Abort, Answer, Begin, Commit, Publish, Settled, shortened
 from datastates.flusher.writer import WritePipeline
 from datastates.manifest import (
     ABORTED_NAME,
@@ -80,6 +80,11 @@ class Committer:
         """Whether all that was posted is done and no attempt is left. Call it on the thread that posts requests."""
         return self._num_done == self.num_posted and not self._attempts
 
+    def begin(self, message: Begin) -> None:
+        """Others may wait for this rank's part of a checkpoint from now on, and are told if it does not come."""
+        if len(self._ranks) > 1:
+            self._post(lambda: self._note_folder(message))
+
     def add_file(self, file: IncomingFile) -> None:
         self._post(lambda: self._attempt(file.attempt).files.append(file))
 
@@ -134,6 +139,10 @@ class Committer:
     def _attempt(self, name: str) -> Attempt:
         return self._attempts.setdefault(name, Attempt(name))
 
+    def _note_folder(self, message: Begin) -> None:
+        if message.attempt not in self._settled:
+            self._attempt(message.attempt).directory = message.directory
+
     def _begin(self, attempt: Attempt, message: Publish | Commit) -> None:
         attempt.request = message
         self._order.append(attempt)
@@ -161,7 +170,7 @@ class Committer:
             if everything and attempt.deadline is not None and not self._is_first:
                 self._end(attempt, Failure(f"{cause} before rank {self._ranks[0]} had committed"), {})
             elif attempt.request is None or everything:
-                self._abort(attempt, cause, "")
+                self._abort(attempt, f"{cause} before its part was complete", "")
             for file in incomplete:
                 message = f"{file.path}: {cause} before all of it had arrived"
                 self._pipe().fail(file, StorageError(message, path=file.path))
@@ -296,7 +305,7 @@ class Committer:
         text = shortened(failure.message)
         if self._is_first:
             try:
-                write_causes(attempt.directory, attempt.name, UNFINISHED_NAME, {self._rank: text})
+                write_causes(attempt.directory, attempt.name, UNFINISHED_NAME, {self._rank: text}, self._rank)
             except StorageError as error:
                 text += f"; the other ranks could not be told: {error}"
         self._end(attempt, Failure(text, failure.errno, failure.path), {})

@@ -120,7 +120,7 @@ class Attempt:
 
     Attributes:
         request: None until the trainer has said that there are no further files.
-        directory: of the checkpoint; empty for lone files, and until `request` is a commit.
+        directory: of the checkpoint; empty for lone files, and where nobody has said yet.
         deadline: when to give up on the other ranks; set once this rank's manifest is written. From then on
             only rank 0 may decide against the checkpoint.
         manifests: of the ranks that are known to be complete, with the CRC-32 of their bytes.

@@ -18,6 +18,7 @@ from datastates.manifest import (
     CommitRecord,
     Failure,
     Manifest,
+    attempt_directory,
     manifest_path,
     read_commit,
     read_manifest,
@@ -123,7 +124,11 @@ class MeetingPoint:
         return causes
 
     def decline(self, attempt: Attempt, failure: Failure, causes: dict[int, str]) -> None:
-        """Tell the other ranks that this one gives the attempt up, unless it has promised its part or decided."""
+        """Tell the other ranks that this one gives the attempt up, unless it has promised its part or decided.
+
+        It is given up for all then: what this rank has not promised, and never will, cannot be committed. So any rank
+        puts that on record, and nobody waits for the first one, which may not even have come yet.
+        """
         attempt.lock = attempt.lock or AttemptLock(attempt.directory, attempt.name)
         is_promised = self.has_promised(attempt)
         if is_promised and (not self.is_first or is_decided(attempt.directory, attempt.name)):
@@ -131,5 +136,8 @@ class MeetingPoint:
         if not is_promised:
             manifest = Manifest(attempt.name, self._rank, self._world_size, "", (), time.time(), failure, self._node)
             write_manifest(attempt.directory, manifest)
-        if self.is_first:
-            write_causes(attempt.directory, attempt.name, ABORTED_NAME, causes)
+        if self.is_first or not self._is_aborted(attempt):
+            write_causes(attempt.directory, attempt.name, ABORTED_NAME, causes, self._rank)
+
+    def _is_aborted(self, attempt: Attempt) -> bool:
+        return os.path.lexists(os.path.join(attempt_directory(attempt.directory, attempt.name), ABORTED_NAME))

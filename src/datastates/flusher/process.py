@@ -28,6 +28,7 @@ from datastates.flusher.protocol import (
     Abort,
     Acknowledged,
     Answer,
+    Begin,
     Carried,
     CarryFailed,
     Close,
@@ -245,6 +246,8 @@ class FlusherProcess:
             self._committer.request(message)
         elif isinstance(message, Abort):
             self._committer.abort(message)
+        elif isinstance(message, Begin):
+            self._committer.begin(message)
         elif isinstance(message, Prefault):
             chunk_bytes = message.chunk_bytes
             _spawn("prefault", lambda: self._prefault(chunk_bytes))

@@ -6,6 +6,7 @@ little endian, the others are JSON. Whatever does not decode exactly is a `Proto
 ========================  ==========================================================================
 trainer to flusher        meaning
 ========================  ==========================================================================
+`Begin`                   files of a checkpoint will follow
 `OpenFile`                a file follows: `SealTable`, `Acknowledged` tables, then its slabs in order
 `FlushSlab`               a slab is ready in the host cache
 `Publish`                 give each file of the attempt its final name once it is durable
@@ -32,12 +33,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import starmap
 from typing import Any, ClassVar, TypeVar
 
 from datastates.errors import ProtocolError
-from datastates.plan import Seal
+from datastates.plan import PackedSeals, Seal
 
 MAX_MESSAGE_BYTES = 128 * 1024
 """Less than the default send buffer of a Unix socket (208 KiB), so that any message can be sent."""
@@ -46,6 +48,14 @@ MAX_TABLE_ROWS = 2048
 """Rows of a table per message: 48 KiB of seals."""
 
 _MAX_TEXT_CHARS = 4096  # texts of errors are cut to this: a message must stay below the limit above
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """An attempt at a checkpoint: from now on its other ranks are told where this one does not complete its part."""
+
+    attempt: str
+    directory: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +84,7 @@ class OpenFile:
 @dataclass(frozen=True, slots=True)
 class SealTable:
     file: int
-    seals: tuple[Seal, ...]
+    seals: Sequence[Seal]
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +244,7 @@ class Finished:
     pass
 
 
-Request = OpenFile | SealTable | Acknowledged | FlushSlab | Publish | Commit | Abort | Prefault | Close
+Request = Begin | OpenFile | SealTable | Acknowledged | FlushSlab | Publish | Commit | Abort | Prefault | Close
 Answer = (
     Written
     | Dropped
@@ -271,9 +281,10 @@ _TYPES: tuple[type[Any], ...] = (
     Carried,
     CarryFailed,
     Finished,
+    Begin,
 )
 _CODES = {kind: code for code, kind in enumerate(_TYPES, start=1)}
-_ROWS = {SealTable: struct.Struct("<QQQ"), Acknowledged: struct.Struct("<QI"), Written: struct.Struct("<QQQIdd")}
+_ROWS = {SealTable: PackedSeals.ROW, Acknowledged: struct.Struct("<QI"), Written: struct.Struct("<QQQIdd")}
 _FILE = struct.Struct("<Q")
 
 
@@ -309,7 +320,7 @@ def decode(packet: bytes) -> Message:
 Row = TypeVar("Row")
 
 
-def batches(rows: tuple[Row, ...]) -> list[tuple[Row, ...]]:
+def batches(rows: Sequence[Row]) -> list[Sequence[Row]]:
     """The rows of a table, cut so that each part fits into a message."""
     return [rows[first : first + MAX_TABLE_ROWS] for first in range(0, len(rows), MAX_TABLE_ROWS)]
 
@@ -321,7 +332,7 @@ def shortened(text: str) -> str:
 
 def _body(message: Message) -> bytes:
     if isinstance(message, SealTable):
-        return _FILE.pack(message.file) + b"".join(starmap(_ROWS[SealTable].pack, message.seals))
+        return _FILE.pack(message.file) + PackedSeals.of(message.seals).packed
     if isinstance(message, Acknowledged):
         return _FILE.pack(message.file) + b"".join(starmap(_ROWS[Acknowledged].pack, message.slabs))
     if isinstance(message, Written):

@@ -11,6 +11,7 @@ from typing import TypeVar
 from datastates.flusher.protocol import (
     Abort,
     Acknowledged,
+    Begin,
     Commit,
     FlushSlab,
     OpenFile,
@@ -21,7 +22,7 @@ from datastates.flusher.protocol import (
     shortened,
 )
 from datastates.manifest import FileRecord
-from datastates.plan import Seal
+from datastates.plan import PackedSeals, Seal
 
 Result = TypeVar("Result")
 
@@ -76,7 +77,7 @@ class FlushFile:
         self.crcs: dict[int, int] = {}
         self.has_ended = False
         self.is_durable = False
-        self._seals = tuple(seals)
+        self._seals = seals if isinstance(seals, PackedSeals) else tuple(seals)
         self._error: Exception | None = None
 
     def __repr__(self) -> str:
@@ -120,7 +121,7 @@ class FlushFile:
         for seals in batches(self._seals):
             yield SealTable(self.number, seals)
         for slabs in batches(tuple(sorted(self.crcs.items()))):
-            yield Acknowledged(self.number, slabs)
+            yield Acknowledged(self.number, tuple(slabs))
 
 
 @dataclass(eq=False)
@@ -128,6 +129,7 @@ class Attempt:
     """Files that become visible together, or one by one if there is no checkpoint.
 
     Attributes:
+        folder: of the checkpoint, once the trainer has begun it; empty for lone files.
         request: the trainer's last word about it; None while files may be added.
         abort: the trainer's wish to give it up, with the directory in which other ranks hear of it.
         num_unanswered: aborts sent and not answered.
@@ -137,6 +139,7 @@ class Attempt:
 
     name: str
     begin: float
+    folder: str = ""
     files: list[FlushFile] = field(default_factory=list)
     request: Publish | Commit | None = None
     abort: Abort | None = None
@@ -147,7 +150,7 @@ class Attempt:
 
     @property
     def directory(self) -> str:
-        return self.request.directory if isinstance(self.request, Commit) else ""
+        return self.request.directory if isinstance(self.request, Commit) else self.folder
 
     @property
     def tag(self) -> str:
@@ -165,6 +168,8 @@ class Attempt:
 
     def work(self) -> Iterator[Request]:
         """Everything that another flusher must be told, in order."""
+        if self.folder and self.request is None and self.abort is None and self.error is None:
+            yield Begin(self.name, self.folder)
         if not self.is_pending:
             return
         if self.abort is None and self.error is not None and isinstance(self.request, Commit):

@@ -71,14 +71,15 @@ def agree_on_whole(nodes: Nodes, directory: str) -> Agreement:
     """
     surveys = nodes.each(lambda: (_holdings(directory), read_latest(directory)))
     holdings = [held for held, _ in surveys]
-    whole: set[str] = set()
+    whole: dict[str, str] = {}
     missing: dict[str, str] = {}
     for name in sorted({name for held in holdings for name in held}):
-        text = _missing(nodes, [held.get(name) for held in holdings])
-        if text is None:
-            whole.add(name)
+        found = [held.get(name) for held in holdings]
+        attempt = _whole_attempt(found)
+        if attempt is None:
+            missing[name] = _missing(nodes, found)
         else:
-            missing[name] = text
+            whole[name] = attempt
     latest = _latest(holdings, whole, [named for _, named in surveys])
     nodes.each(lambda: _put_on_record(directory, holdings[nodes.part.index], whole, latest))
     return Agreement(frozenset(whole), missing)
@@ -112,13 +113,26 @@ def _held(path: str) -> _Held | None:
         return _Held(name, problem=str(error))
 
 
-def _missing(nodes: Nodes, held: Sequence[_Held | None]) -> str | None:
-    """What is missing where of a checkpoint, None where it is whole."""
-    sound = [one for one in held if one is not None and one.part is not None and not one.problem]
-    for one in sound:
-        there = {other.part.index for other in sound if other.attempt == one.attempt and other.part is not None}
-        if one.part is not None and there == set(range(one.part.num_nodes)):
-            return None
+def _sound(held: Sequence[_Held | None]) -> list[_Held]:
+    return [one for one in held if one is not None and one.part is not None and not one.problem]
+
+
+def _whole_attempt(held: Sequence[_Held | None]) -> str | None:
+    """The attempt of which every part is there, the youngest of several; None where there is none.
+
+    Other nodes may hold a part of another save under the same name, on a disk that was away: that stays no whole.
+    """
+    there: dict[str, set[int]] = {}
+    for one in (sound := _sound(held)):
+        if one.part is not None:
+            there.setdefault(one.attempt, set()).add(one.part.index)
+    whole = [one for one in sound if one.part is not None and len(there[one.attempt]) == one.part.num_nodes]
+    return max(whole, key=lambda one: one.committed_at).attempt if whole else None
+
+
+def _missing(nodes: Nodes, held: Sequence[_Held | None]) -> str:
+    """What is missing where of a checkpoint that is not whole."""
+    sound = _sound(held)
     youngest = max((one for one in sound), key=lambda one: one.committed_at, default=None)
     texts = []
     for index, found in enumerate(held):
@@ -136,13 +150,12 @@ def _missing(nodes: Nodes, held: Sequence[_Held | None]) -> str | None:
     return "; ".join(texts)
 
 
-def _latest(holdings: Sequence[_Holdings], whole: set[str], named: Sequence[str | None]) -> str | None:
+def _latest(holdings: Sequence[_Holdings], whole: Mapping[str, str], named: Sequence[str | None]) -> str | None:
     """The tag that ``latest`` shall name on all nodes, None where it stays as it is."""
     ages: dict[str, float] = {}
     wanted: set[str] = set()
     for held in holdings:
-        for name in whole & held.keys():
-            one = held[name]
+        for one in (one for name, one in held.items() if one.attempt == whole.get(name)):
             ages[one.tag] = max(one.committed_at, ages.get(one.tag, 0.0))
             if not one.is_marked or one.tag in named:
                 wanted.add(one.tag)
@@ -150,15 +163,16 @@ def _latest(holdings: Sequence[_Holdings], whole: set[str], named: Sequence[str 
     return max(wanted or (ages.keys() if is_stale else ()), key=lambda tag: ages[tag], default=None)
 
 
-def _put_on_record(directory: str, held: _Holdings, whole: set[str], latest: str | None) -> None:
+def _put_on_record(directory: str, held: _Holdings, whole: Mapping[str, str], latest: str | None) -> None:
     for name, one in held.items():
         path = os.path.join(directory, name)
-        if name in whole and one.part is not None and not one.is_marked:
+        is_whole_here = bool(one.attempt) and one.attempt == whole.get(name)
+        if is_whole_here and not one.is_marked:
             mark_whole(path, one.attempt)
             logger.info("%s: all nodes have committed their parts; it was not known here", path)
-        elif name not in whole and one.is_marked:
+        elif not is_whole_here and one.is_marked:
             unmark_whole(path)
-            logger.warning("%s is not whole any more: another node has lost its part", path)
+            logger.warning("%s is not whole any more: another node has lost its part, or has another save's", path)
     if latest is not None and read_latest(directory) != latest:
         with storage_errors("make", directory):
             make_directories(directory)

@@ -3,7 +3,7 @@
 For each attempt there are these keys::
 
     <attempt>/part/<node>      the node has committed its part, or why it has not
-    <attempt>/failed           a node has not
+    <attempt>/failed           a node has not, or does not wait for the others any more
     <attempt>/whole            node 0 has heard so of all nodes, or why not
     <attempt>/known/<node>     the node has that on record: its ranks may say so
 
@@ -170,6 +170,10 @@ class Following:
         store = self._store = self._store or self._open_store()
         known = one.key("known", self._part.index)
         if not self._is_first:
+            if one.error is not None and not store.check(
+                [one.key("failed")]
+            ):  # perhaps there is no first rank any more
+                _tell(store, one.key("failed"), {self._part.index: str(one.error)})
             return self._heard(store, one, known) if one.error is None else _End(one.error)
         if not one.is_told:
             self._tell_part(store, one)
@@ -179,6 +183,8 @@ class Following:
         if end is not None and end.error is None:
             end = self._record(one)
         if end is not None:
+            if end.error is not None and not store.check([one.key("whole")]):  # nor may the others take it for whole
+                _tell(store, one.key("failed"), {self._part.index: str(end.error)})
             _tell(store, known, {} if end.error is None else {self._part.index: str(end.error)})
         return end
 
