@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from datastates.config import CheckpointConfig
-from datastates.formats import geometry, torch_layout, torch_planner
+from datastates.formats import geometry, torch_layout, torch_planner, torch_structure
 from datastates.saver import Saver
 
 PARTS: list[tuple[str, Any, str]] = [
@@ -31,7 +31,7 @@ PARTS: list[tuple[str, Any, str]] = [
     ("compare keys and containers", torch_planner, "_keys"),
     ("find each tensor's memory", torch_planner, "memory_of"),
     ("compare shapes, strides, dtypes, devices", geometry.Looks, "fit"),
-    ("copy the small tensors", torch_planner, "_captured"),
+    ("copy the small tensors", torch_structure.Structure, "copies"),
     ("put the file's image together", torch_layout.Layout, "fill"),
     ("tell flusher and stager", Saver, "_submit"),
 ]

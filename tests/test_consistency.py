@@ -148,6 +148,42 @@ def test_tensors_may_be_freed_and_rebound_right_after_the_save(engine, tmp_path)
     assert len(noise) == 8
 
 
+@pytest.mark.parametrize("turn", ["first", "known"])
+def test_small_tensors_beyond_the_eager_budget_may_change_at_once(tmp_path, turn):
+    """There is no room to copy them at once: they are staged first, and the call waits for that."""
+    engine = CheckpointEngine({**SETTINGS, "eager_budget_bytes": 1 << 16}, rank=0)
+    try:
+        state = {"large": torch.ones(1 << 19), "small": [torch.full((256,), float(n)) for n in range(2000)]}
+        if turn == "known":
+            engine.save(state, str(tmp_path / "before.pt"))
+            engine.wait(persist=True)
+        engine.save(state, str(tmp_path / "state.pt"))
+        torch._foreach_zero_(state["small"])
+        engine.wait(persist=True)
+    finally:
+        engine.close()
+    assert engine.saver._budget._taken_bytes == 0
+    found = torch.load(tmp_path / "state.pt")
+    assert [float(tensor.min()) for tensor in found["small"]] == list(map(float, range(2000)))
+    assert torch.equal(found["large"], state["large"])
+
+
+@pytest.mark.parametrize("turn", ["first", "known"])
+def test_a_change_before_the_copy_is_named_among_many(engine, tmp_path, turn):
+    state = {str(number): torch.full((1 << 16,), float(number)) for number in range(40)}
+    if turn == "known":
+        engine.save(state, str(tmp_path / "state.pt"))
+        engine.wait(persist=True)
+    with StoppedFlusher(engine):
+        engine.save(state, str(tmp_path / "state.pt"))
+        state["38"].add_(1)
+    with pytest.raises(TornSnapshotError, match="38") as caught:
+        engine.wait(persist=True)
+    assert caught.value.fqns == ("38",)
+    engine.close()
+    assert sorted(os.listdir(tmp_path)) == (["state.pt"] if turn == "known" else [])
+
+
 def test_two_saves_of_the_same_tensors_in_flight(engine, tmp_path):
     tensor = torch.arange(3 << 19, dtype=torch.float32)
     with StoppedFlusher(engine):

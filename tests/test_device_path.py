@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import datastates
+from datastates import formats
 from datastates.bundles import Bundle
 from datastates.checkpoint_engine import CheckpointEngine
 from datastates.copier import DeviceCopier
@@ -296,6 +297,28 @@ def test_a_copy_stream_that_somebody_records_on_loses_the_file_and_spoils_no_gra
             job.staged.result(60)
 
 
+@pytest.mark.parametrize("is_verified", [False, True])
+def test_bundled_tensors_of_an_ordinary_state_are_planned_from_its_structure(tmp_path, monkeypatch, is_verified):
+    monkeypatch.setattr("datastates.captures._is_on_host", lambda tensor: False)
+    monkeypatch.setattr("datastates.formats.torch_structure._is_on_host", lambda device: False)
+    monkeypatch.setitem(formats._PLANNERS, "torch", lambda *_: pytest.fail("the reference planner was asked"))
+    settings = {"host_cache_size": 2**-6, "slab_bytes": 1 << 20, "verify_staging": is_verified}
+    engine = CheckpointEngine(settings, rank=0)
+    try:
+        for step in range(2):
+            state = {str(n): torch.full((n % 7 + 1,), float(n + step)) for n in range(300)}
+            state |= {"step": torch.tensor(step), "large": torch.full((1 << 16,), float(step))}
+            expected = copy.deepcopy(state)
+            engine.save(state, str(tmp_path / "state.pt"))
+            torch._foreach_zero_([tensor for name, tensor in state.items() if name != "large"])
+            engine.wait(persist=True)
+            found = torch.load(tmp_path / "state.pt")
+            assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    finally:
+        engine.close()
+    assert engine.saver._budget._taken_bytes == 0
+
+
 @pytest.mark.parametrize("suffix", ["pt", "safetensors"])
 @pytest.mark.parametrize("is_verified", [False, True])
 def test_bundled_tensors_land_in_files_of_both_formats(tmp_path, monkeypatch, suffix, is_verified, assert_same_state):
@@ -321,9 +344,9 @@ def test_bundled_tensors_land_in_files_of_both_formats(tmp_path, monkeypatch, su
         for tensor in (base, state["step"], state["half"], *state["many"]):
             tensor.zero_()
         engine.wait(persist=True)
-        assert engine.saver._budget._taken_bytes == 0
     finally:
         engine.close()
+    assert engine.saver._budget._taken_bytes == 0
     found = datastates.load(str(tmp_path / f"state.{suffix}"))
     assert_same_state(found, expected)
 

@@ -65,6 +65,7 @@ class FakeDevice:
     def __init__(self) -> None:
         self.condition = threading.Condition()
         self.queue: list[Callable[[], None]] = []
+        self.is_asked = threading.Event()
         self.done = 0
         self.held: list[FakeMark] = []
         self.num_ready = 0
@@ -77,6 +78,7 @@ class FakeDevice:
         assert after is not None
         source = piece.segment.source
         self.queue.append(lambda: copy_range(source, piece.segment_begin, destination, piece.nbytes))
+        self.is_asked.set()
 
     def mark(self) -> FakeMark:
         return FakeMark(self, len(self.queue))
@@ -385,7 +387,7 @@ def test_a_torn_file_gives_no_slab_back_while_the_device_still_writes_to_it():
         plan = plan_of(tensor)
         tensor.add_(1.0)
         torn = stage.save(plan, "torn")
-        torn.issued.wait(0.2)
+        assert device.is_asked.wait(30)
         assert stage.cache.num_free == 3, "the copy has not run yet: its slab is not free"
         device.run()
         assert isinstance(torn.staged.exception(30), TornSnapshotError)

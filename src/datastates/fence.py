@@ -47,7 +47,7 @@ class Fence:
         self._copiers = copiers
         self._events = events
         self._before_closed = before_closed
-        self._lock = threading.Lock()  # protects _jobs
+        self._lock = threading.RLock()  # protects _jobs; a signal handler may save, too
         self._jobs: list[StagingJob[Any]] = []
         self.held_seconds = 0.0
         """How long callers were held back, all in all."""
@@ -67,9 +67,10 @@ class Fence:
 
     def add(self, job: StagingJob[Any]) -> None:
         with self._lock:
-            if self._before_closed is None:  # else somebody wants to hear of every job
-                self._jobs = [other for other in self._jobs if not other.staged.done()]
             self._jobs.append(job)
+            if self._before_closed is None:  # else somebody wants to hear of every job
+                for other in [other for other in self._jobs if other.staged.done()]:
+                    self._jobs.remove(other)  # one by one: a signal handler may add another meanwhile
 
     def close(self, timeout: float | None = None) -> None:
         """Return when the state may be changed.

@@ -17,7 +17,7 @@ from operator import le
 
 import torch
 
-from datastates.plan import Segment, SlabPlan
+from datastates.plan import Columns, Segment, SlabPlan
 
 #: Pieces of more bytes are left to ``memmove``.
 PIECE_BYTES = 256 * 1024
@@ -52,12 +52,18 @@ def gather_into(descriptor: int, offset: int, addresses: Sequence[int], sizes: S
 
     Source: readv(2); the layout of ``struct iovec`` in POSIX <sys/uio.h>.
     """
-    for first in range(0, len(addresses), _MAX_PARTS):
-        part, lengths = addresses[first : first + _MAX_PARTS], sizes[first : first + _MAX_PARTS]
-        vector = array("Q", bytes(16 * len(part)))
-        vector[0::2], vector[1::2] = array("Q", part), array("Q", lengths)
-        nbytes = sum(lengths)
-        if _pwritev(descriptor, vector.buffer_info()[0], len(part), offset) != nbytes:
+    vector = array("Q", bytes(16 * len(addresses)))
+    vector[0::2], vector[1::2] = array("Q", addresses), array("Q", sizes)
+    return gather_vector(descriptor, offset, vector)
+
+
+def gather_vector(descriptor: int, offset: int, vector: array[int]) -> bool:
+    """As `gather_into`; ``vector`` has the address and the size of each piece in turns."""
+    address, num_parts = vector.buffer_info()[0], len(vector) // 2
+    for first in range(0, num_parts, _MAX_PARTS):
+        last = min(first + _MAX_PARTS, num_parts)
+        nbytes = sum(vector[2 * first + 1 : 2 * last : 2])
+        if _pwritev(descriptor, address + 16 * first, last - first, offset) != nbytes:
             return False
         offset += nbytes
     return True
@@ -81,20 +87,29 @@ def gathered(addresses: Sequence[int], sizes: Sequence[int]) -> list[bytes] | No
     return [data[begin:end] for begin, end in pairwise(ends)]
 
 
-def runs_of(plan: SlabPlan) -> Iterator[list[Segment]]:
+def runs_of(plan: SlabPlan) -> Iterator[Sequence[Segment]]:
     """The segments of a slab in order; those together that are small and adjoin each other."""
-    run: list[Segment] = []
-    for segment in plan.segments:
-        is_small = segment.nbytes <= PIECE_BYTES
-        if run and not (is_small and run[-1].end == segment.begin):
-            yield run
-            run = []
-        if is_small:
-            run.append(segment)
-        else:
-            yield [segment]
-    if run:
-        yield run
+    segments = plan.segments
+    if isinstance(segments, Columns):
+        begins, lengths = segments.begins, segments.lengths
+    else:
+        begins, lengths = [one.begin for one in segments], [one.nbytes for one in segments]
+    first, end = 0, -1  # of the run so far; a large segment ends none that could go on
+    for position, (begin, nbytes) in enumerate(zip(begins, lengths, strict=True)):
+        is_small = nbytes <= PIECE_BYTES
+        if position > first and not (is_small and end == begin):
+            yield segments[first:position]
+            first = position
+        end = begin + nbytes if is_small else -1
+    if segments:
+        yield segments[first:]
+
+
+def place_of(run: Sequence[Segment]) -> tuple[int, int]:
+    """Begin and end in the file of segments that adjoin each other, at least one."""
+    if isinstance(run, Columns):
+        return run.begins[0], run.begins[-1] + run.lengths[-1]
+    return run[0].begin, run[-1].end
 
 
 def gather_segments(descriptor: int, offset: int, plan: SlabPlan, segments: Sequence[Segment]) -> bool:

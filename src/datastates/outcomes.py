@@ -32,7 +32,7 @@ class Outcomes:
         self._events = events
         self._on_committed = on_committed
         self._forgiving = forgiving
-        self._lock = threading.Lock()  # protects the fields below
+        self._lock = threading.RLock()  # protects the fields below; a signal handler may save, too
         self._unsettled: list[Attempt] = []
         self._failures: list[tuple[float, BaseException]] = []  # with the time at which the attempt was begun
         self._untold: dict[str, tuple[float, BaseException]] = {}  # by path, until `raise_failure` has told
@@ -63,6 +63,11 @@ class Outcomes:
         with self._lock:
             lost = [e for other, (_, e) in self._untold.items() if path == other or path.startswith(other + os.sep)]
         return next(iter(lost), None)
+
+    def losses_in(self, folder: str) -> list[BaseException]:
+        """Why checkpoints in a folder were lost that nothing has made up for, and nobody has been told of."""
+        with self._lock:
+            return [error for path, (_, error) in self._untold.items() if os.path.dirname(path) == folder]
 
     def add(self, attempt: Attempt) -> None:
         """An attempt has been made; `settle` ends it."""

@@ -8,9 +8,11 @@ than the host cache, and thousands of small ones share one slab.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator
+import struct
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, overload
 
 if TYPE_CHECKING:
     import torch
@@ -60,6 +62,37 @@ class Segment(NamedTuple):
         return isinstance(self.source, (bytes, bytearray, memoryview))
 
 
+class Columns(Sequence[Segment]):
+    """Segments that are kept column by column, and made one by one when they are asked for; a slice is `Columns`, too.
+
+    Whoever makes them answers for what `FilePlan` checks of others.
+
+    Attributes:
+        begins: offset of each.
+        lengths: bytes of each.
+    """
+
+    begins: Sequence[int]
+    lengths: Sequence[int]
+
+    @property
+    @abstractmethod
+    def literal_nbytes(self) -> int:
+        """How many bytes the literal ones have together."""
+
+    def __len__(self) -> int:
+        return len(self.begins)
+
+    @overload
+    def __getitem__(self, index: int) -> Segment: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Columns: ...
+
+    @abstractmethod
+    def __getitem__(self, index: int | slice) -> Segment | Columns: ...
+
+
 class Seal(NamedTuple):
     """Four bytes that the flusher fills in, once it has seen the bytes they cover.
 
@@ -71,6 +104,37 @@ class Seal(NamedTuple):
     offset: int
     begin: int
     end: int
+
+
+class PackedSeals(Sequence[Seal]):
+    """Seals in the form in which they are sent, for those who plan the same tens of thousands again and again."""
+
+    ROW = struct.Struct("<QQQ")
+
+    def __init__(self, packed: bytes) -> None:
+        """``packed``: a `ROW` for each."""
+        self.packed = packed
+
+    @classmethod
+    def of(cls, seals: Sequence[Seal]) -> PackedSeals:
+        return seals if isinstance(seals, PackedSeals) else cls(b"".join([cls.ROW.pack(*seal) for seal in seals]))
+
+    def __len__(self) -> int:
+        return len(self.packed) // self.ROW.size
+
+    @overload
+    def __getitem__(self, index: int) -> Seal: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> PackedSeals: ...
+
+    def __getitem__(self, index: int | slice) -> Seal | PackedSeals:
+        rows, size = range(len(self))[index], self.ROW.size
+        if isinstance(rows, int):
+            return Seal(*self.ROW.unpack_from(self.packed, rows * size))
+        if rows.step != 1:
+            raise ValueError(f"rows {index} do not follow each other")
+        return PackedSeals(self.packed[rows.start * size : rows.stop * size])
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +157,7 @@ class SlabPlan:
     index: int
     begin: int
     nbytes: int
-    segments: tuple[Segment, ...]
+    segments: Sequence[Segment]
 
     @property
     def end(self) -> int:
@@ -125,12 +189,15 @@ class FilePlan:
 
     format: str
     nbytes: int
-    segments: tuple[Segment, ...]
-    seals: tuple[Seal, ...] = ()
+    segments: Sequence[Segment]
+    seals: Sequence[Seal] = ()
     eager_end: int = 0
-    _begins: list[int] = field(init=False, repr=False, compare=False)
+    _begins: Sequence[int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        if isinstance(self.segments, Columns):
+            object.__setattr__(self, "_begins", self.segments.begins)
+            return
         object.__setattr__(self, "_begins", [segment.begin for segment in self.segments])
         end = 0
         for begin, nbytes, _, fqn, _ in self.segments:
@@ -143,6 +210,8 @@ class FilePlan:
     @property
     def literal_nbytes(self) -> int:
         """How many bytes the plan itself holds."""
+        if isinstance(self.segments, Columns):
+            return self.segments.literal_nbytes
         return sum([segment.nbytes for segment in self.segments if segment.is_literal])
 
     def num_slabs(self, slab_bytes: int) -> int:
@@ -156,10 +225,14 @@ class FilePlan:
             raise IndexError(f"slab {index} of a file of {self.num_slabs(slab_bytes)} slabs")
         first = max(bisect.bisect_right(self._begins, begin) - 1, 0)
         segments = self.segments[first : bisect.bisect_left(self._begins, end)]
-        if segments and segments[0].end <= begin:
+        if segments and _first_end(segments) <= begin:
             segments = segments[1:]
         return SlabPlan(index, begin, end - begin, segments)
 
     def slabs(self, slab_bytes: int) -> Iterator[SlabPlan]:
         for index in range(self.num_slabs(slab_bytes)):
             yield self.slab(index, slab_bytes)
+
+
+def _first_end(segments: Sequence[Segment]) -> int:
+    return segments.begins[0] + segments.lengths[0] if isinstance(segments, Columns) else segments[0].end

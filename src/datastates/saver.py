@@ -17,17 +17,16 @@ from concurrent.futures import Future
 from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from datastates import formats
 from datastates.attempt import Attempt, SaveHandle
 from datastates.attempt_names import AttemptNames
+from datastates.cache_copies import CacheCopies
 from datastates.captures import Captures, EagerBudget
 from datastates.commit_log import CommitLog
 from datastates.config import CheckpointConfig
 from datastates.deadline import Deadline
 from datastates.entrance import Entrance
-from datastates.errors import ClosedError, CommitError, DataStatesError, SaveSkippedError
+from datastates.errors import ClosedError, CommitError, DataStatesError, SaveSkippedError, StorageError
 from datastates.events import EventLog, Listener, now
 from datastates.flusher.client import CommitResult, FlushFile
 from datastates.flusher.work import running_future
@@ -42,6 +41,7 @@ from datastates.run_meter import RunMeter
 from datastates.side_files import plan_side_file
 from datastates.staging_job import StagingJob, torn_error
 from datastates.state import EagerRule, IsEager
+from datastates.tier_settings import TierSettings
 from datastates.tiers.store import check_installed
 from datastates.tiers.watch import CarryWatch
 from datastates.verification import SourceCheck
@@ -131,6 +131,8 @@ class Saver:
             node=None if nodes is None else nodes.part,
         )
         self._cache, self._client = self._machinery.cache, self._machinery.client
+        # half of the slabs stay for staging; what has been staged is read again to verify it, and must be there then
+        self._copies_budget = EagerBudget(0 if config.verify_staging else self._cache.nbytes // 2)
         self._stager, self.fence = self._machinery.stager, self._machinery.fence
         _living.append(weakref.ref(self, _living.remove))
         atexit.register(self._close_at_exit)
@@ -144,6 +146,11 @@ class Saver:
     @property
     def is_open(self) -> bool:
         return self._entrance.is_open
+
+    @property
+    def tiers(self) -> tuple[TierSettings, ...]:
+        """Where checkpoints are carried to, the directory that they are saved in first; empty: nowhere."""
+        return self._config.all_tiers
 
     @property
     def is_busy(self) -> bool:
@@ -168,27 +175,60 @@ class Saver:
                 self._give_up(attempt)
 
     def begin(
-        self, directory: str, tag: str, *, update_latest: bool, skip: bool = False, refusal: CommitError | None = None
+        self,
+        directory: str,
+        tag: str,
+        *,
+        update_latest: bool,
+        skip: bool = False,
+        refusal: CommitError | None = None,
+        announce: bool = True,
     ) -> Attempt:
         """Begin a checkpoint of all ranks in ``directory``. Every rank calls it, with the same tag.
 
-        With ``skip`` nothing is saved for it, and its future raises SaveSkippedError; with ``refusal`` that.
+        Whatever then keeps this rank from completing its part, `abort` tells the others, who would wait for it; if this
+        process dies before, its flusher tells them.
+
+        Args:
+            directory: the checkpoint's folder.
+            tag: what it is called.
+            update_latest: whether ``latest`` shall name it once it is committed.
+            skip: nothing is saved for it, and its future raises SaveSkippedError.
+            refusal: nothing is saved for it, and its future raises that.
+            announce: off where perhaps no rank saves anything for it: nobody waits for this one before its first file.
+
+        Raises:
+            StorageError: what is there already cannot be read. The other ranks hear of it.
+            ValueError: no tag, or no path.
+            ClosedError: the saver is closed, or belongs to another process.
         """
         self._entrance.check()
         if not isinstance(tag, str) or not tag:
             raise ValueError(f"tag is {tag!r}, expected a text")
         directory = resolved(os.path.join(directory, ""))
         name = self._names.of_checkpoint(tag)
-        if refusal is None and not skip and self._following is not None and is_whole_part(directory):
-            message = f"{directory} is whole on all nodes, and is not replaced: save under another name"
-            refusal = CommitError(message, tag=tag)
+        if refusal is None and not skip:
+            refusal = self._refusal(name, directory, tag)
         attempt = Attempt(name, directory, directory, tag, update_latest, is_skipped=skip or refusal is not None)
         if refusal is not None:
             self._tell_nodes(attempt, refusal)
             self._outcomes.refuse(attempt, refusal)
         elif skip:
             self._outcomes.skip(attempt)
+        elif announce:
+            self._client.begin(name, directory)
         return attempt
+
+    def _refusal(self, name: str, directory: str, tag: str) -> CommitError | None:
+        """Why nodes do not save to a folder; where this rank alone cannot tell, the others are told."""
+        try:
+            if self._following is None or not is_whole_part(directory):
+                return None
+        except StorageError as error:
+            self.abort(Attempt(name, directory, directory, tag), f"{type(error).__name__}: {error}")
+            raise
+        message = f"{directory} is whole on all nodes, and is not replaced: save under another name"
+        return CommitError(message, tag=tag)
 
     def save(
         self,
@@ -253,7 +293,8 @@ class Saver:
             ClosedError: the saver is closed, or belongs to another process.
         """
         with self._entrance.inside():
-            promise = PromisedJob(name, self._stager.copier, Captures(self._budget), limit_seconds)
+            captures, copies = Captures(self._budget), CacheCopies(self._cache, self._copies_budget)
+            promise = PromisedJob(name, self._stager.copier, captures, copies, limit_seconds)
             self._follow_staging(promise)
             self.fence.add(promise)
             return promise
@@ -302,6 +343,8 @@ class Saver:
         if attempt.is_skipped:
             return SaveHandle(path, 0, _done_future(), attempt.committed)
         queue = self._queue(attempt)
+        if attempt.directory is not None:
+            self._client.begin(attempt.name, attempt.directory)
         captures = Captures(self._budget) if promise is None else promise.captures
         try:
             plan = make_plan(captures)
@@ -315,7 +358,7 @@ class Saver:
             captures.release()
             raise
         attempt.nbytes += nbytes
-        self._submit(job, attempt, captures)
+        self._submit(job, attempt, captures, is_fenced=promise is None or promise.is_fenced)
         handle = SaveHandle(path, nbytes, job.staged, attempt.committed)
         end = now()
         attempt.blocked_seconds += end - begin
@@ -366,6 +409,8 @@ class Saver:
         From then on the state may be changed, and the death of this process does not lose it.
         """
         deadline = Deadline(timeout)
+        if not self._entrance.is_ours and (self._staging or self._outcomes.unsettled):
+            self._entrance.check()  # the end of what was in flight when a child was forked is told to the parent
         with self._lock:
             staging = list(self._staging)
         self.fence.close(timeout)
@@ -415,6 +460,13 @@ class Saver:
     def has_in_flight(self, path: str) -> bool:
         """Whether a save to this file, or to the checkpoint that it belongs to, is neither committed nor lost yet."""
         return bool(self._outcomes.unsettled) and bool(self._outcomes.pending(resolved(path)))
+
+    def losses_in(self, folder: str) -> list[BaseException]:
+        """Why checkpoints in a folder were lost, also where a later one that commits makes up for it.
+
+        Those that `raise_failure` has told of are left out.
+        """
+        return self._outcomes.losses_in(folder)
 
     def wait_for(self, path: str, timeout: float | None = None) -> None:
         """Block until no save to this file, or to its checkpoint, is in flight.
@@ -473,12 +525,7 @@ class Saver:
             self._outcomes.fail(what, error)
 
     def _plan(self, state: object, path: str, captures: Captures, is_eager: IsEager | None) -> FilePlan:
-        torn = self._outcomes.torn_fqns
-
-        def is_volatile(fqn: str, tensor: torch.Tensor) -> bool:
-            return fqn in torn or (is_eager is not None and is_eager(fqn, tensor))
-
-        rule = EagerRule(self._config.eager_bytes, is_volatile)
+        rule = EagerRule(self._config.eager_bytes, _volatile(self._outcomes.torn_fqns, is_eager))
         return self._planner.plan(state, formats.format_for(path, self._config.format), captures, rule)
 
     def _queue(self, attempt: Attempt) -> dict[str, int]:
@@ -504,12 +551,13 @@ class Saver:
         file = self._client.open_file(path, plan.nbytes, self._cache.slab_bytes, plan.seals, attempt.name)
         return StagingJob(plan, file, path, check, attempt.name)
 
-    def _submit(self, job: StagingJob[FlushFile], attempt: Attempt, captures: Captures) -> None:
+    def _submit(self, job: StagingJob[FlushFile], attempt: Attempt, captures: Captures, is_fenced: bool = True) -> None:
         """Hand the job to the stager; from here on the job gives back what was captured."""
         job.staged.add_done_callback(lambda _: captures.release())
         self._attempt_by_job[job] = attempt
         self._follow_staging(job)
-        self.fence.add(job)
+        if is_fenced:
+            self.fence.add(job)
         try:
             self._stager.submit(job)
         except BaseException as error:
@@ -581,6 +629,13 @@ def _open_events(config: CheckpointConfig, rank: int, listener: Listener | None)
             raise
         events.add(metrics, metrics.end)
     return events
+
+
+def _volatile(torn: frozenset[str], is_eager: IsEager | None) -> IsEager | None:
+    """Says of a tensor whether it is eager though it is large; None: none is, and nobody need ask."""
+    if not torn:
+        return is_eager
+    return lambda fqn, tensor: fqn in torn or (is_eager is not None and is_eager(fqn, tensor))
 
 
 def _done_future() -> Future[None]:

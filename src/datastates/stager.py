@@ -25,9 +25,10 @@ from datastates.copier import Copier, HostCopier, Mark, copier_for
 from datastates.copying import memory_at
 from datastates.errors import ClosedError, WaitTimeoutError
 from datastates.events import EventLog, now
-from datastates.gathering import MIN_PIECES, gather_segments, runs_of
+from datastates.gathering import MIN_PIECES, gather_segments, place_of, runs_of
 from datastates.host_cache import HostCache, Slab
 from datastates.plan import FilePlan, Piece, Segment, SlabPlan
+from datastates.segment_table import SegmentTable
 from datastates.staging_job import FileT, StagingJob
 
 logger = logging.getLogger(__name__)
@@ -217,10 +218,10 @@ class Stager(Generic[FileT]):
         devices: dict[torch.device, Copier] = {}
         pointer, memory = slab.memory.data_ptr(), slab.memory
         for run in runs_of(plan):
-            begin = max(run[0].begin, plan.begin)
+            begin, end_of_run = place_of(run)
             _zero(pointer, end - plan.begin, begin - plan.begin)
-            end = min(run[-1].end, plan.end)
-            if len(run) >= MIN_PIECES and self._gather(plan, run, slab.offset):
+            end = min(end_of_run, plan.end)
+            if self._copy_run(plan, run, slab):
                 continue
             for piece in map(plan.piece, run):
                 self._copy(job, piece, memory, devices, late)
@@ -230,10 +231,13 @@ class Stager(Generic[FileT]):
         job.marks.update(issued)
         return list(issued.values()), late
 
-    def _gather(self, plan: SlabPlan, run: list[Segment], offset: int) -> bool:
-        """Copy a run of small segments at once; False where they must be copied one by one."""
-        is_host = isinstance(self.copier(_HOST), HostCopier)
-        return is_host and gather_segments(self._descriptor, offset, plan, run)
+    def _copy_run(self, plan: SlabPlan, run: Sequence[Segment], slab: Slab) -> bool:
+        """Copy a run of segments by few calls; False where they must be copied one by one."""
+        if not isinstance(self.copier(_HOST), HostCopier):
+            return False
+        if isinstance(run, SegmentTable):
+            return run.copy_into(self._descriptor, slab, plan)
+        return len(run) >= MIN_PIECES and gather_segments(self._descriptor, slab.offset, plan, run)
 
     def _copy(
         self,
@@ -313,6 +317,8 @@ class Stager(Generic[FileT]):
 
 def _devices_of(plan: FilePlan) -> set[torch.device]:
     """The devices that have something of a file; a device's name costs more than to ask for the host."""
+    if isinstance(plan.segments, SegmentTable):
+        return {_HOST}
     devices, has_host = set(), False
     for segment in plan.segments:
         source = segment.source

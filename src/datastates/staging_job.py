@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Generic, TypeVar
 
@@ -13,7 +13,8 @@ import torch
 from datastates.copier import Copier, Mark
 from datastates.errors import TornSnapshotError, WaitTimeoutError
 from datastates.events import now
-from datastates.plan import FilePlan
+from datastates.plan import FilePlan, Segment
+from datastates.segment_table import SegmentTable
 from datastates.verification import SourceCheck
 
 FileT = TypeVar("FileT")
@@ -78,11 +79,7 @@ class StagingJob(Generic[FileT]):
         Sees what autograd's version counters see: not writes through ``.data``, not fused optimizer kernels. What the
         fence has let go may change, and is not asked about any more.
         """
-        torn = tuple(
-            segment.fqn
-            for segment in self.plan.segments
-            if segment.version >= 0 and begin <= segment.begin < end and _version(segment.source) != segment.version
-        )
+        torn = _changed(self.plan.segments, begin, end)
         if torn and not self._is_fenced:  # asked last: training may have passed the fence while we looked
             raise torn_error(self.path, torn)
 
@@ -110,6 +107,16 @@ def torn_error(path: str, fqns: tuple[str, ...]) -> TornSnapshotError:
 def _hold(marks: dict[torch.device, Mark], copiers: Copiers) -> None:
     for device, mark in marks.items():
         copiers(device).hold_current_stream(mark)
+
+
+def _changed(segments: Sequence[Segment], begin: int, end: int) -> tuple[str, ...]:
+    if isinstance(segments, SegmentTable):
+        return segments.changed(begin, end)
+    return tuple(
+        segment.fqn
+        for segment in segments
+        if segment.version >= 0 and begin <= segment.begin < end and _version(segment.source) != segment.version
+    )
 
 
 def _version(source: object) -> int:

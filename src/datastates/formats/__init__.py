@@ -62,7 +62,7 @@ class Planner:
         """
         if _known(format) == torch_layout.NAME:
             with _collector_paused():
-                made = self._torch.plan(state, captures.take, rule, captures.hold)
+                made = self._torch.plan(state, captures.take, rule, captures.hold, captures.capture)
             if made is not None:
                 return made
         return plan(state, format, captures.capture, rule)

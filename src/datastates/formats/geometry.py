@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -13,6 +13,9 @@ from datastates.state import DEVICES_WITHOUT_STORAGE
 
 _QUANTIZED = frozenset({torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4})
 _COMPLEX = frozenset({torch.complex32, torch.complex64, torch.complex128})
+
+#: So many tensors stay in the core's own cache, from one question about them to the next.
+_BLOCK_TENSORS = 512
 
 _attributes = attrgetter("__dict__")
 
@@ -81,27 +84,36 @@ def geometry_of(tensors: Tensors) -> Geometry:
     Raises:
         RuntimeError: one of them has no shape or no strides.
     """
-    return Geometry(
-        [t.shape for t in tensors],
-        list(map(torch.Tensor.stride, tensors)),
-        [t.dtype for t in tensors],
-        [t.device for t in tensors],
-        [t.requires_grad for t in tensors],
-        [t.nbytes for t in tensors],
-    )
+    geometry = Geometry([], [], [], [], [], [])
+    for block in _blocks(tensors):
+        geometry.shapes.extend([t.shape for t in block])
+        geometry.strides.extend(map(torch.Tensor.stride, block))
+        geometry.dtypes.extend([t.dtype for t in block])
+        geometry.devices.extend([t.device for t in block])
+        geometry.requires_grad.extend([t.requires_grad for t in block])
+        geometry.nbytes.extend([t.nbytes for t in block])
+    return geometry
 
 
-def memory_of(tensors: Tensors) -> Memory:
-    """Where these tensors are.
+def memory_of(tensors: Tensors) -> tuple[Memory, list[torch.UntypedStorage]]:
+    """Where these tensors are, and the storages that keep them there.
 
     Raises:
         RuntimeError: one of them has no memory of its own.
     """
-    return Memory(
-        list(map(torch.Tensor.data_ptr, tensors)),
-        [int(t.storage_offset()) for t in tensors],
-        list(map(torch.UntypedStorage.nbytes, map(torch.Tensor.untyped_storage, tensors))),
-    )
+    memory, storages = Memory([], [], []), list[torch.UntypedStorage]()
+    for block in _blocks(tensors):
+        here = list(map(torch.Tensor.untyped_storage, block))
+        memory.addresses.extend(map(torch.Tensor.data_ptr, block))
+        memory.offsets.extend(map(torch.Tensor.storage_offset, block))  # type: ignore[arg-type]  # they are integers here
+        memory.storage_nbytes.extend(map(torch.UntypedStorage.nbytes, here))
+        storages += here
+    return memory, storages
+
+
+def _blocks(tensors: Tensors) -> Iterator[Tensors]:
+    for first in range(0, len(tensors), _BLOCK_TENSORS):
+        yield tensors[first : first + _BLOCK_TENSORS]
 
 
 def are_ordinary(geometry: Geometry, tensors: Tensors) -> bool:

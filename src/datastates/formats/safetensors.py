@@ -6,6 +6,7 @@ a U8 tensor of its own where it is large. Source: the README of huggingface/safe
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -16,7 +17,7 @@ from datastates.contents.safetensors_header import MAX_HEADER_BYTES, METADATA_NA
 from datastates.contents.state_tree import METADATA_KEY, PAD_NAME, TREE_NAME, TREE_VERSION
 from datastates.errors import StateError
 from datastates.formats.dtypes import SAFETENSORS_NAMES
-from datastates.formats.image import Block, ImageBuilder, lazy_block
+from datastates.formats.image import Block, ImageBuilder, capture_block, lazy_block
 from datastates.formats.tensor_table import Stored, TensorTable, in_file_order
 from datastates.formats.tree import TreeEncoder
 from datastates.plan import FilePlan
@@ -56,8 +57,15 @@ def plan(state: object, capture: Capture, is_eager: IsEager) -> FilePlan:
     return _lay_out(_padded(in_file_order(stored)), metadata)
 
 
-def plan_flat(tensors: Mapping[str, torch.Tensor]) -> FilePlan:
-    """Lay out a safetensors file as others do: the tensors by name, no tree, no shared bytes. All are lazy.
+def plan_flat(
+    tensors: Mapping[str, torch.Tensor], capture: Capture | None = None, is_eager: IsEager | None = None
+) -> FilePlan:
+    """Lay out a safetensors file as others do: the tensors by name, no tree, no shared bytes, nothing beside them.
+
+    Args:
+        tensors: by the names that they get.
+        capture: takes the bytes of an eager tensor; None: all are lazy.
+        is_eager: says which tensors are eager; None: none.
 
     Raises:
         StateError: safetensors has no such dtype or no such name; or the names fill more than a header may hold.
@@ -69,8 +77,21 @@ def plan_flat(tensors: Mapping[str, torch.Tensor]) -> FilePlan:
             raise StateError(f"{name!a} cannot be the name of a tensor in a safetensors file", name)
         if dtype is None:
             raise StateError(f"{name}: safetensors has no dtype {tensor.dtype}", name)
-        stored.append(Stored(name, dtype, tuple(tensor.shape), tensor.itemsize, lazy_block(tensor, name)))
-    return _lay_out(in_file_order(stored), {"format": "pt"})
+        if capture is None or is_eager is None or not is_eager(name, tensor):
+            block = lazy_block(tensor, name)
+        else:
+            block = capture_block(tensor.detach(), name, capture)
+        stored.append(Stored(name, dtype, tuple(tensor.shape), tensor.itemsize, block))
+    ordered = in_file_order(stored)
+    if not _are_aligned(ordered):  # pending ones first would need padding, and that is a tensor
+        ordered = sorted(stored, key=lambda one: -one.itemsize)
+    return _lay_out(ordered, {"format": "pt"})
+
+
+def _are_aligned(stored: list[Stored]) -> bool:
+    """Whether each tensor, one behind the other, begins at a multiple of its item size."""
+    begins = itertools.accumulate((one.block.nbytes for one in stored), initial=0)
+    return all(begin % one.itemsize == 0 for begin, one in zip(begins, stored, strict=False))
 
 
 def _is_surrogate(character: str) -> bool:

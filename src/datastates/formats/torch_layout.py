@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import struct
 import sys
+from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain, pairwise
 
 import torch
 
@@ -24,10 +28,21 @@ from datastates.formats.zip_image import (
     write_central,
     write_end,
 )
-from datastates.plan import SEAL_NBYTES, FilePlan, Seal, Segment
-from datastates.state import version_of
+from datastates.plan import SEAL_NBYTES, FilePlan, PackedSeals, Seal, Segment
+from datastates.segment_table import Literals, SegmentTable, Windows, address_of
+from datastates.state import Captured
 
 NAME = "torch"
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where the bytes of one tensor come from, its fqn and its version; see `plan.Segment`."""
+
+    bytes: Literal | Captured | torch.Tensor
+    fqn: str
+    version: int = -1
+
 
 ALIGNMENT = 64  # what torch.load assumes at least for mapped tensors
 _PAGE_ALIGNMENT = 4096
@@ -39,6 +54,8 @@ _LARGE_BYTES = 1 << 20
 _FORMAT_VERSION = b"0"
 _ARCHIVE_VERSION = b"3\n"
 
+_CRC = struct.Struct("<I")
+
 #: So much longer the pickle may grow, by numbers of more digits, before everything behind it moves.
 _PICKLE_SLACK_BYTES = 512
 
@@ -46,11 +63,13 @@ _PICKLE_SLACK_BYTES = 512
 class Layout:
     """A torch file without its pickle and without the bytes and checksums of its tensors; immutable.
 
-    Order: pickle and small records, eager storages, lazy storages, closing records, central directory. `fill` fits as
-    long as the pickle has about the length that it had.
+    Order: pickle and small records, storages whose bytes are there at once, those that are copied later, closing
+    records, central directory. It is filled as long as the pickle has about the length that it had.
     """
 
-    def __init__(self, pickled: bytes, eager: dict[str, int], empty: Sequence[str], lazy: dict[str, int]) -> None:
+    def __init__(
+        self, pickled: bytes, eager: dict[str, int], empty: Sequence[str], lazy: dict[str, int], num_pending: int = 0
+    ) -> None:
         """Lay out a file whose pickle has about this length.
 
         Args:
@@ -58,6 +77,7 @@ class Layout:
             eager: how many bytes the storages have that are there at once, by key.
             empty: keys of storages without bytes.
             lazy: likewise of those that are copied later.
+            num_pending: how many of these, the first ones, may change before the fence.
         """
         self._first_data = -(-(_Prefix(pickled).nbytes + _PICKLE_SLACK_BYTES) // _PAGE_ALIGNMENT) * _PAGE_ALIGNMENT
         prefix = _Prefix(pickled, self._first_data)
@@ -84,49 +104,68 @@ class Layout:
         write_end(tail, num_entries, head.nbytes, tail.nbytes - head.nbytes)
         tail.end()
         self._nbytes = tail.nbytes
-        self._seals = (*head.seals, *tail.seals)
+        self._seals = PackedSeals.of([*head.seals, *tail.seals])
         self._head, (self._tail,) = head.runs[0], tail.runs
-        self._between = [b"".join(run) for run in head.runs[1:]]
-        ends = [0, *(begin + nbytes for begin, nbytes in head.lazy_ranges)]
-        begins = [*(begin for begin, _ in head.lazy_ranges), self._nbytes]
-        self._literal_ranges = [(end, begin - end) for end, begin in zip(ends, begins, strict=True)]
-        self._lazy_ranges = head.lazy_ranges
+        between = [b"".join(run) for run in head.runs[1:]]
+        self._closing = between.pop() if between else b""
+        self._between = b"".join(between)
+        self._between_ends = list(accumulate(map(len, between)))
+        self._set_columns(head.lazy_ranges)
+        self._eager_end = sum(head.lazy_ranges[num_pending - 1]) if num_pending else 0
+
+    def _set_columns(self, lazy_ranges: list[tuple[int, int]]) -> None:
+        """Keep what a `SegmentTable` says of each segment, but for the addresses that change from save to save."""
+        cuts = [0, *chain.from_iterable((begin, begin + nbytes) for begin, nbytes in lazy_ranges)]
+        self._begins, self._lengths = cuts, [end - begin for begin, end in pairwise([*cuts, self._nbytes])]
+        self._vector = array("Q", bytes(16 * len(cuts)))
+        self._vector[1::2] = array("Q", self._lengths)
+        begins, at = [0, *self._between_ends][: len(self._between_ends)], address_of(self._between)
+        self._vector[4:-4:4] = array("Q", [at + begin for begin in begins])
 
     def fill(
-        self, pickled: bytes, captured: Sequence[bytes | bytearray], names: Sequence[str], lazy: Sequence[torch.Tensor]
+        self, pickled: bytes, captured: Sequence[bytes | bytearray], sources: Windows | Sequence[Source]
     ) -> FilePlan | None:
         """The plan of a file, None where the pickle has outgrown its place.
 
         Args:
             pickled: the state's pickle.
             captured: the bytes of the eager storages, in order.
-            names: fqns of the lazy storages, in order.
-            lazy: their tensors, ordinary and contiguous.
+            sources: the others, in order; those of the host by column.
         """
+        literals = self._literals(pickled, captured)
+        if literals is None:
+            return None
+        segments = self._table(literals, sources) if isinstance(sources, Windows) else self._rows(literals, sources)
+        return FilePlan(NAME, self._nbytes, segments, self._seals, self._eager_end)
+
+    def _literals(self, pickled: bytes, captured: Sequence[bytes | bytearray]) -> Literals | None:
         try:
             prefix = _Prefix(pickled, self._first_data)
         except ValueError:
             return None
-        crcs = [value.to_bytes(SEAL_NBYTES, "little") for value in map(crc32, captured)]
+        crcs = list(map(_CRC.pack, map(crc32, captured)))
         head: list[bytes | bytearray] = [*self._head]
         tail: list[bytes | bytearray] = [prefix.directory, *self._tail]
         head[1::4], head[3::4], tail[2::2] = captured, crcs, crcs
-        if self._between:
-            literals = [b"".join([prefix.data, *head]), *self._between[:-1], b"".join([self._between[-1], *tail])]
-        else:
-            literals = [b"".join([prefix.data, *head, *tail])]
-        return FilePlan(NAME, self._nbytes, self._segments(literals, names, lazy), self._seals)
+        if not self._closing:
+            return Literals(b"".join([prefix.data, *head, *tail]), b"", (), b"")
+        first, last = b"".join([prefix.data, *head]), b"".join([self._closing, *tail])
+        return Literals(first, self._between, self._between_ends, last)
 
-    def _segments(
-        self, literals: list[bytes], names: Sequence[str], lazy: Sequence[torch.Tensor]
-    ) -> tuple[Segment, ...]:
-        """Literal bytes and tensors in turns, as many tens of thousands as there are large tensors."""
-        places = zip(self._literal_ranges, literals, strict=True)
-        between = [Segment(begin, nbytes, data) for (begin, nbytes), data in places]
-        sources = zip(self._lazy_ranges, lazy, names, strict=True)
-        tensors = [Segment(begin, nbytes, t.detach(), name, version_of(t)) for (begin, nbytes), t, name in sources]
-        segments = [*between, *tensors]
-        segments[0::2], segments[1::2] = between, tensors
+    def _table(self, literals: Literals, windows: Windows) -> Sequence[Segment]:
+        if not self._closing:
+            return (Segment(0, self._nbytes, literals.first),)
+        vector = self._vector[:]
+        vector[2::4] = array("Q", windows.addresses)
+        vector[0], vector[-2] = address_of(literals.first), address_of(literals.last)
+        return SegmentTable(self._begins, self._lengths, literals, windows, vector)
+
+    def _rows(self, literals: Literals, sources: Sequence[Source]) -> Sequence[Segment]:
+        segments = []
+        for index, (begin, nbytes) in enumerate(zip(self._begins, self._lengths, strict=True)):
+            number, is_late = divmod(index, 2)
+            source = sources[number] if is_late else Source(literals[number], "")
+            segments.append(Segment(begin, nbytes, source.bytes, source.fqn, source.version))
         return tuple(segments)
 
 

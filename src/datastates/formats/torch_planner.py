@@ -7,13 +7,13 @@ is `formats.torch_zip.plan`, which plans every state; what this module plans loa
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 
-from datastates.copying import copy_to_bytes
 from datastates.formats.geometry import (
     Geometry,
     Looks,
@@ -25,11 +25,10 @@ from datastates.formats.geometry import (
     memory_of,
     owners_of,
 )
-from datastates.formats.torch_layout import Layout
-from datastates.formats.torch_skeleton import Skeleton, TensorPickles, skeleton_of
-from datastates.gathering import MIN_PIECES, gathered
+from datastates.formats.torch_skeleton import Skeleton, skeleton_of
+from datastates.formats.torch_structure import Choice, Form, Structure, build
 from datastates.plan import FilePlan
-from datastates.state import CONTAINERS, EagerRule, named_tensors
+from datastates.state import CONTAINERS, Capture, EagerRule, named_tensors
 
 #: Structures are kept for this many tensors in all, and one however many it has; about a kilobyte each.
 _MAX_TENSORS = 1_000_000
@@ -50,123 +49,117 @@ Hold = Callable[[int], None]
 
 
 @dataclass(frozen=True, eq=False)
-class _Form:
-    """What a state looks like apart from its values and its memory.
+class _Found:
+    """A state as it is found in one save.
 
     Attributes:
-        looks: recognises the tensors, in the order of the pickle.
-        keys: what `_keys` says of all containers, from which the names follow.
-        limit: tensors of at most so many bytes are small: eager.
-        names: fqn of each tensor that is not small, by position.
+        memory: where its tensors are.
+        storages: theirs.
+        rule: which of them are eager.
     """
 
-    looks: Looks
-    keys: list[object]
-    limit: int
-    names: dict[int, str]
-
-
-@dataclass(frozen=True, eq=False)
-class _Structure:
-    """What stays from save to save.
-
-    Attributes:
-        form: what it is found by.
-        memory: where the tensors' bytes were.
-        owners: per tensor the position of the first one with the same bytes.
-        volatile: positions of the tensors that are eager though they are not small.
-        pickles: what rebuilds each tensor.
-        eager: positions of the eager tensors with bytes of their own, in file order.
-        eager_sizes: bytes of each of them.
-        lazy: positions of the lazy ones, in file order.
-        layout: the file.
-    """
-
-    form: _Form
+    state: object
+    skeleton: Skeleton
     memory: Memory
-    owners: list[int]
-    volatile: set[int]
-    pickles: list[bytes]
-    eager: list[int]
-    eager_sizes: list[int]
-    lazy: list[int]
-    layout: Layout
+    storages: list[torch.UntypedStorage]
+    rule: EagerRule
 
     @property
-    def num_tensors(self) -> int:
-        return len(self.owners)
+    def tensors(self) -> list[torch.Tensor]:
+        return self.skeleton.tensors
+
+    @functools.cached_property
+    def keys(self) -> list[object] | None:
+        """See `_keys`; looked for only where a tensor is asked about by its name."""
+        return _keys(self.state, len(self.tensors))
 
 
 class TorchPlanner:
     """Remembers structures, never tensors. Thread safe."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # protects _structures
-        self._structures: list[_Structure] = []  # the one used last is the last
+        self._lock = threading.RLock()  # protects _structures; a signal handler may save, too
+        self._structures: list[Structure] = []  # the one used last is the last
 
-    def plan(self, state: object, take: Take, rule: EagerRule, hold: Hold | None = None) -> FilePlan | None:
-        """The plan of a torch file; None where the state is not ordinary, or the memory for copies is refused.
+    def plan(
+        self, state: object, take: Take, rule: EagerRule, hold: Hold | None = None, capture: Capture | None = None
+    ) -> FilePlan | None:
+        """The plan of a torch file; None where the state is not ordinary, or eager tensors of a device get no memory.
 
         Args:
             state: any nested state.
-            take: asked once, for the bytes of all eager tensors, before they are copied.
+            take: asked once, for the bytes of all eager tensors of the host, before they are copied. Where it refuses,
+                these tensors are left to be copied later, before `FilePlan.eager_end`.
             rule: which tensors are eager.
             hold: asked where ``take`` refuses, and the tensors are so small that the file takes as much memory to say
                 where they are; None: those are refused, too.
+            capture: takes the bytes of eager tensors of a device.
         """
-        skeleton = skeleton_of(state)
-        if skeleton is None:
-            return None
         try:
-            structure = self._structure(state, skeleton, rule)
+            found = _found(state, rule)
+            structure = None if found is None else self._structure(found, is_postponed=False)
+            if found is None or structure is None:
+                return None
+            if not _has_room(structure, take, hold):
+                self._keep(structure)
+                structure = self._structure(found, is_postponed=True)
         except RuntimeError:  # no strides, no memory of its own: sparse, nested, batched
             return None
-        if structure is None or not _has_room(structure, take, hold):
+        return None if structure is None else self._fill(structure, found, capture)
+
+    def _fill(self, structure: Structure, found: _Found, capture: Capture | None) -> FilePlan | None:
+        sources = structure.sources(found.tensors, found.storages, capture)
+        if sources is None:
             return None
-        plan = _fill(structure, skeleton)
+        copies = structure.copies(found.tensors)
+        plan = structure.fill(found.skeleton, copies, sources)
         if plan is None:  # the pickle has outgrown its place
-            parts = (structure.form, structure.memory, structure.owners, structure.volatile)
-            structure = _build(skeleton, geometry_of(skeleton.tensors), *parts)
-            plan = None if structure is None else _fill(structure, skeleton)
-        if structure is not None:
-            self._keep(structure)
+            geometry = geometry_of(found.tensors)
+            renewed = build(found.skeleton, geometry, structure.form, structure.memory, structure.choice)
+            if renewed is None:
+                return None
+            structure, plan = renewed, renewed.fill(found.skeleton, copies, sources)
+        self._keep(structure)
         return plan
 
-    def _structure(self, state: object, skeleton: Skeleton, rule: EagerRule) -> _Structure | None:
-        """The known structure of a state where there is one, else a new one; None where the state is not ordinary.
-
-        Raises:
-            RuntimeError: a tensor has no strides, or no memory of its own.
-        """
-        tensors = skeleton.tensors
-        keys = _keys(state, len(tensors))
-        if keys is None:
-            return None
-        memory = memory_of(tensors)
-        known = self._find(tensors, keys, memory, rule.threshold_bytes)
-        if known is not None and known.memory == memory:
-            volatile = _volatile(tensors, known.form.names, known.owners, rule)
-            if known.volatile == volatile:
-                return known
+    def _structure(self, found: _Found, is_postponed: bool) -> Structure | None:
+        """The known structure of a state where there is one, else a new one; None where the state is not ordinary."""
+        tensors, memory, rule = found.tensors, found.memory, found.rule
+        known, is_in_place = self._find(found, is_postponed)
+        if (
+            known is not None
+            and is_in_place
+            and known.choice.is_postponed is is_postponed
+            and known.choice.volatile == _volatile(tensors, known.form.names, known.choice.owners, rule)
+        ):
+            return known
         geometry = geometry_of(tensors)
-        form = _form_of(state, tensors, geometry, keys, rule.threshold_bytes) if known is None else known.form
+        form = _form_of(found, geometry) if known is None else known.form
         owners = owners_of(geometry, memory.addresses) if have_their_bytes(geometry, memory) else None
         if form is None or owners is None:
             return None
-        volatile = _volatile(tensors, form.names, owners, rule)
-        if known is not None and known.volatile == volatile and known.owners == owners:
+        choice = Choice(owners, _volatile(tensors, form.names, owners, rule), is_postponed)
+        if known is not None and known.choice == choice:
             return dataclasses.replace(known, memory=memory)
-        return _build(skeleton, geometry, form, memory, owners, volatile)
+        return build(found.skeleton, geometry, form, memory, choice)
 
-    def _find(self, tensors: list[torch.Tensor], keys: list[object], memory: Memory, limit: int) -> _Structure | None:
-        """A structure with the same names and kinds; rather the one of the same memory."""
+    def _find(self, found: _Found, is_postponed: bool) -> tuple[Structure | None, bool]:
+        """A structure with the same names and kinds, and whether its memory is the same, too: rather one of that."""
         with self._lock:
             structures = self._structures[::-1]
-        alike = [known for known in structures if known.form.limit == limit and known.form.keys == keys]
-        alike.sort(key=lambda known: known.memory != memory)
-        return next((known for known in alike if known.form.looks.fit(tensors)), None)
+        about = found.rule.threshold_bytes, len(found.tensors)
+        alike = [known for known in structures if (known.form.limit, known.num_tensors) == about]
+        alike = [known for known in alike if known.form.keys is None or known.form.keys == found.keys]
+        ranked = [
+            (known.choice.is_postponed is not is_postponed, known.memory != found.memory, number)
+            for number, known in enumerate(alike)
+        ]
+        for _, has_moved, number in sorted(ranked):
+            if alike[number].form.looks.fit(found.tensors):
+                return alike[number], not has_moved
+        return None, False
 
-    def _keep(self, structure: _Structure) -> None:
+    def _keep(self, structure: Structure) -> None:
         with self._lock:
             self._structures = [kept for kept in self._structures if kept.layout is not structure.layout]
             self._structures.append(structure)
@@ -175,7 +168,7 @@ class TorchPlanner:
                 count -= self._structures.pop(0).num_tensors
 
 
-def _has_room(structure: _Structure, take: Take, hold: Hold | None) -> bool:
+def _has_room(structure: Structure, take: Take, hold: Hold | None) -> bool:
     nbytes = sum(structure.eager_sizes)
     if take(nbytes):
         return True
@@ -185,14 +178,25 @@ def _has_room(structure: _Structure, take: Take, hold: Hold | None) -> bool:
     return True
 
 
-def _form_of(
-    state: object, tensors: list[torch.Tensor], geometry: Geometry, keys: list[object], limit: int
-) -> _Form | None:
-    """What a new state looks like; None where one of its tensors is not ordinary, or no container leads to it."""
-    if not are_plain(geometry, tensors) or not are_ordinary(geometry, tensors):
+def _found(state: object, rule: EagerRule) -> _Found | None:
+    """None where a part of the state has to be looked at one by one.
+
+    Raises:
+        RuntimeError: a tensor has no memory of its own.
+    """
+    skeleton = skeleton_of(state)
+    return None if skeleton is None else _Found(state, skeleton, *memory_of(skeleton.tensors), rule)
+
+
+def _form_of(found: _Found, geometry: Geometry) -> Form | None:
+    """What a new state looks like; None where a tensor is not ordinary, or no container leads to a large one."""
+    if not are_plain(geometry, found.tensors) or not are_ordinary(geometry, found.tensors):
         return None
-    names = _names(state, tensors, geometry.nbytes, limit)
-    return None if names is None else _Form(Looks(tensors, geometry), keys, limit, names)
+    limit = found.rule.threshold_bytes
+    if max(geometry.nbytes, default=0) <= limit:  # all are eager, also those that are hidden in other objects
+        return Form(Looks(found.tensors, geometry), None, limit, {})
+    names = None if found.keys is None else _names(found.state, found.tensors, geometry.nbytes, limit)
+    return None if names is None else Form(Looks(found.tensors, geometry), found.keys, limit, names)
 
 
 def _keys(state: object, num_tensors: int) -> list[object] | None:
@@ -240,72 +244,3 @@ def _volatile(tensors: list[torch.Tensor], names: dict[int, str], owners: list[i
     if rule.is_volatile is None:
         return set()
     return {owners[position] for position, name in names.items() if rule.is_volatile(name, tensors[position])}
-
-
-def _eager(geometry: Geometry, limit: int, owners: list[int], volatile: set[int]) -> list[int]:
-    """Positions of the eager tensors that own bytes."""
-    columns = enumerate(zip(geometry.nbytes, owners, geometry.shapes, strict=True))
-    return [
-        n
-        for n, (nbytes, owner, shape) in columns
-        if owner == n and nbytes and (nbytes <= limit or n in volatile or not shape)
-    ]
-
-
-def _build(
-    skeleton: Skeleton, geometry: Geometry, form: _Form, memory: Memory, owners: list[int], volatile: set[int]
-) -> _Structure | None:
-    """Lay out a file; None where the tensors are of too many kinds, or eager ones lie on a device."""
-    eager = _eager(geometry, form.limit, owners, volatile)
-    if any(geometry.devices[position].type != "cpu" for position in eager):
-        return None
-    locations = _locations(skeleton.tensors, geometry.devices)
-    entries: dict[bool, dict[str, int]] = {True: {}, False: {}}  # eager, lazy: lengths by key, in file order
-    empty: dict[str, str] = {}
-    lazy: list[int] = []
-    is_eager = set(eager)
-    keys: list[str] = []  # per tensor
-    num_storages = 0
-    for position, (owner, nbytes) in enumerate(zip(owners, geometry.nbytes, strict=True)):
-        known = keys[owner] if owner != position else None if nbytes else empty.get(locations[position])
-        key = str(num_storages) if known is None else known
-        keys.append(key)
-        if known is not None:
-            continue
-        num_storages += 1
-        if nbytes:
-            entries[position in is_eager][key] = nbytes
-            if position not in is_eager:
-                lazy.append(position)
-        else:
-            empty[locations[position]] = key
-    try:
-        pickles = TensorPickles().write(geometry, locations, skeleton.tensors, keys)
-    except OverflowError:
-        return None
-    eager_sizes = list(entries[True].values())
-    layout = Layout(skeleton.filled(pickles), entries[True], list(empty.values()), entries[False])
-    return _Structure(form, memory, owners, volatile, pickles, eager, eager_sizes, lazy, layout)
-
-
-def _locations(tensors: list[torch.Tensor], devices: list[torch.device]) -> list[str]:
-    """What torch calls the device of each tensor in a file."""
-    storages = {device: tensors[devices.index(device)].untyped_storage() for device in set(devices)}
-    tags = {device: torch.serialization.location_tag(storage) for device, storage in storages.items()}
-    return [tags[device] for device in devices]
-
-
-def _fill(structure: _Structure, skeleton: Skeleton) -> FilePlan | None:
-    tensors, pickled = skeleton.tensors, skeleton.filled(structure.pickles)
-    names = [structure.form.names[position] for position in structure.lazy]
-    lazy = [tensors[position] for position in structure.lazy]
-    return structure.layout.fill(pickled, _captured(structure, tensors), names, lazy)
-
-
-def _captured(structure: _Structure, tensors: list[torch.Tensor]) -> Sequence[bytes | bytearray]:
-    """The bytes of the eager tensors that have some of their own."""
-    if len(structure.eager) >= MIN_PIECES:
-        copies = gathered(list(map(structure.memory.addresses.__getitem__, structure.eager)), structure.eager_sizes)
-        if copies is not None:
-            return copies
-    return [copy_to_bytes(tensors[position]) for position in structure.eager]
