@@ -7,10 +7,12 @@ import threading
 import pytest
 import torch
 
+from datastates.cache_copies import CacheCopies
 from datastates.captures import Captures, EagerBudget
 from datastates.errors import WaitTimeoutError
 from datastates.events import EventLog
 from datastates.fence import Fence
+from datastates.host_cache import HostCache
 from datastates.plan import FilePlan
 from datastates.promised_job import PromisedJob
 from datastates.staging_job import StagingJob
@@ -45,13 +47,21 @@ def copier():
 
 
 @pytest.fixture
-def make(copier):
-    """``make(limit_seconds)``: a promise that has taken 10 of 16 bytes."""
+def cache():
+    cache = HostCache(8192, 4096)
+    yield cache
+    cache.close()
+
+
+@pytest.fixture
+def make(copier, cache):
+    """``make(limit_seconds)``: a promise that has taken 10 of 16 bytes, and no slab of two."""
 
     def build(limit_seconds=60.0, budget=None):
         captures = Captures(budget or EagerBudget(16))
         assert captures.take(10)
-        return PromisedJob("the save", lambda _: copier, captures, limit_seconds)
+        copies = CacheCopies(cache, EagerBudget(cache.nbytes))
+        return PromisedJob("the save", lambda _: copier, captures, copies, limit_seconds)
 
     return build
 
@@ -103,6 +113,27 @@ def test_it_ends_with_the_job_and_gives_its_copies_back_once(make, job, error):
     promise.finish(RuntimeError("too late"))
     assert promise.staged.exception() is error is promise.error
     assert budget.take(16) and not budget.take(1)
+
+
+def test_slabs_that_hold_copies_are_given_back_with_it(make, cache):
+    promise = make()
+    assert promise.copies.copy(torch.ones(1000)) is not None and cache.num_free == 1
+    promise.fail(KeyError("lost"))
+    assert cache.num_free == 2 and promise.copies.copy(torch.ones(1000)) is None
+
+
+def test_one_that_reads_copies_alone_holds_nobody_before_it_is_planned_nor_after(make, fence, job, copier):
+    promise = make()
+    fence.add(promise)
+    promise.let_go()
+    fence.close(0)
+    fence.add(promise)
+    promise.keep(job)
+    job.marks[torch.device("cpu")] = Mark()
+    fence.close(0)
+    assert not copier.held and not promise.staged.done()
+    job.finish(None)
+    assert promise.staged.done()
 
 
 def test_a_promise_without_a_job_holds_nobody(make, fence):

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
+from datastates.cache_copies import CacheCopies
 from datastates.captures import Captures
 from datastates.deadline import Deadline
 from datastates.errors import DataStatesError, WaitTimeoutError
@@ -22,21 +23,28 @@ class PromisedJob(StagingJob[None]):
 
     Attributes:
         captures: the copies that were made at the moment of the save; given back when the promise ends.
+        copies: those that found no room among these; given back with them.
+        is_fenced: whether the save reads anything that training may change.
         ready: per device, what the caller's stream had been given at that moment.
     """
 
-    def __init__(self, name: str, copiers: Copiers, captures: Captures, limit_seconds: float) -> None:
+    def __init__(
+        self, name: str, copiers: Copiers, captures: Captures, copies: CacheCopies, limit_seconds: float
+    ) -> None:
         """Args:
         name: what messages call it.
         copiers: gives the copier of a device.
         captures: takes copies; owned by the promise from now on.
+        copies: takes what has no room there; owned by it, too.
         limit_seconds: so long may training be held up by a job that is not known.
         """
         super().__init__(FilePlan("promised", 0, ()), None, name)
         self.captures = captures
+        self.copies = copies
+        self.is_fenced = True
         self._copiers = copiers
         self._limit_seconds = limit_seconds
-        self._lock = threading.Lock()  # protects _job and the end of `staged`
+        self._lock = threading.RLock()  # protects _job and the end of `staged`; what is collected meanwhile may `fail`
         self._job: StagingJob[object] | None = None
         self._known = threading.Event()
 
@@ -50,6 +58,10 @@ class PromisedJob(StagingJob[None]):
         self.captures.pack()
         for device in devices:
             self.ready[device] = self._copiers(device).ready()
+
+    def let_go(self) -> None:
+        """All that the save reads are copies: the fence need not wait for it."""
+        self.is_fenced = False
 
     def keep(self, job: StagingJob[FileT]) -> None:
         """The job that the promise was made for, before it is submitted; its copies wait for the streams as they were.
@@ -77,11 +89,15 @@ class PromisedJob(StagingJob[None]):
             self._end(error)
 
     def wait_issued(self, timeout: float | None) -> None:
-        """As that of the job. Gives the promise up when the job is not known within the limit: nobody waits for ever.
+        """As that of the job, if there is anything to wait for: see `let_go`.
+
+        Gives the promise up when the job is not known within the limit: nobody waits for ever.
 
         Raises:
             WaitTimeoutError: not reached within ``timeout`` seconds, and these are less than the limit.
         """
+        if not self.is_fenced:
+            return
         deadline = Deadline(timeout)
         is_patient = timeout is None or timeout >= self._limit_seconds
         if not self._known.wait(self._limit_seconds if is_patient else timeout):
@@ -93,13 +109,14 @@ class PromisedJob(StagingJob[None]):
 
     def hold(self, copiers: Copiers) -> None:
         """As that of the job."""
-        if self._job is not None:
+        if self._job is not None and self.is_fenced:
             self._job.hold(copiers)
 
     def _end(self, error: BaseException | None) -> None:
         if not self.staged.done():
             super().finish(error)
             self.captures.release()
+            self.copies.release()
             self._known.set()
 
 

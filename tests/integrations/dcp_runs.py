@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import distributed, nn
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import (
@@ -25,7 +26,13 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictType,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -250,12 +257,53 @@ def saves_and_waits(folder_name: str) -> None:
     distributed.destroy_process_group()
 
 
-class FailingPlanner(DefaultSavePlanner):
-    """Fails on rank 1 at one of its calls, else as torch's own."""
+def saves_sharded_tensors(folder_name: str) -> None:
+    """The sharded state of the first FSDP, whose tensors are no `DTensor`, is saved while the optimizer steps on."""
+    folder = Path(folder_name)
+    group = join(folder)
+    torch.manual_seed(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is deprecated, and in use
+        model = FullyShardedDataParallel(Model(), use_orig_params=True, device_id=torch.device("cpu"))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        FullyShardedDataParallel.set_state_dict_type(
+            model,
+            StateDictType.SHARDED_STATE_DICT,
+            ShardedStateDictConfig(_use_dtensor=False),
+            ShardedOptimStateDictConfig(_use_dtensor=False),
+        )
+        train(model, optimizer, 1)
+        weights = model.state_dict()
+        expected = {name: [tensor.clone() for tensor in shards_of(value)] for name, value in weights.items()}
+        assert sum(isinstance(value, ShardedTensor) for value in weights.values()) == 4
+        with writer_of(group) as writer:
+            state = {"model": weights, "optimizer": FullyShardedDataParallel.optim_state_dict(model, optimizer)}
+            where = folder / "sharded"
+            future = dcp.async_save(state, checkpoint_id=where, storage_writer=writer, process_group=group)
+            train(model, optimizer, 2)
+            future.result(60)
+        for reader in (DataStatesReader(where), dcp.FileSystemReader(where)):
+            found = model.state_dict()
+            dcp.load({"model": found}, storage_reader=reader, process_group=group)
+            for name, shards in expected.items():
+                for one, other in zip(shards_of(found[name]), shards, strict=True):
+                    assert torch.equal(one, other), name
+                    one.zero_()
+    distributed.destroy_process_group()
 
-    def __init__(self, call: str) -> None:
+
+def shards_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """What this rank holds of it."""
+    return [shard.tensor for shard in tensor.local_shards()] if isinstance(tensor, ShardedTensor) else [tensor]
+
+
+class FailingPlanner(DefaultSavePlanner):
+    """Fails on one rank at one of its calls, else as torch's own."""
+
+    def __init__(self, call: str, rank: int = 1) -> None:
         super().__init__()
         self._call = call
+        self._rank = rank
 
     def create_local_plan(self) -> Any:
         self._fail("create_local_plan")
@@ -270,7 +318,7 @@ class FailingPlanner(DefaultSavePlanner):
         return super().resolve_data(write_item)
 
     def _fail(self, call: str) -> None:
-        if call == self._call and distributed.get_rank() == 1:
+        if call == self._call and distributed.get_rank() == self._rank:
             raise KeyError("out of luck")
 
 
@@ -303,6 +351,36 @@ def one_rank_fails(folder_name: str) -> None:
     assert_equal(gathered(target), expected)
     if distributed.get_rank() == 0:
         assert (folder / "latest").read_text() == "again"
+    distributed.destroy_process_group()
+
+
+def one_rank_fails_late(folder_name: str) -> None:
+    """What one rank fails at when the others have written their parts is over for all, also before the next save."""
+    folder = Path(folder_name)
+    group = join(folder)
+    state = {"same": torch.ones(1 << 16), f"own{distributed.get_rank()}": torch.ones(1 << 16)}
+    config = CheckpointConfig(**{**SETTINGS, "commit_timeout_seconds": 600.0})
+    with DataStatesWriter(config=config, process_group=group) as writer:
+        dcp.save(state, checkpoint_id=folder / "before", storage_writer=writer, process_group=group)
+        for rank in range(distributed.get_world_size()):
+            for call in ("finish_plan", "resolve_data"):
+                planner = FailingPlanner(call, rank)
+                try:
+                    dcp.save(
+                        state,
+                        checkpoint_id=folder / "x",
+                        storage_writer=writer,
+                        process_group=group,
+                        planner=planner,
+                    )
+                except CheckpointException as error:
+                    assert "out of luck" in str(error), error
+                else:
+                    raise AssertionError("nobody was told")
+                writer.settle(120)  # as a load does first
+        dcp.load(state, storage_reader=DataStatesReader(folder / "before"), process_group=group)
+        dcp.save(state, checkpoint_id=folder / "x", storage_writer=writer, process_group=group)
+    assert newest_checkpoint(folder, group) == str(folder / "x")
     distributed.destroy_process_group()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import os
 import pickle
@@ -21,8 +22,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from datastates.cli.main import main
 from datastates.config import CheckpointConfig
-from datastates.conversion.distributed_reading import DistributedCheckpoint
+from datastates.conversion.distributed_reading import DistributedCheckpoint, load_metadata
 from datastates.errors import (
+    CheckpointNotFoundError,
     ConfigError,
     CorruptCheckpointError,
     DataStatesError,
@@ -31,6 +33,7 @@ from datastates.errors import (
     TornSnapshotError,
     WaitTimeoutError,
 )
+from datastates.integrations import dcp_reader
 from datastates.integrations.dcp import DataStatesReader, DataStatesWriter, newest_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -261,13 +264,26 @@ def test_the_same_checkpoint_again(tmp_path):
             assert torch.all(found["w"] == value)
 
 
-def test_what_exceeds_the_budget_is_staged_before_the_call_returns(tmp_path):
+def test_what_exceeds_the_budget_and_the_host_cache_is_staged_before_the_call_returns(tmp_path):
     config = CheckpointConfig(**SETTINGS, eager_budget_bytes=8192)
-    state = {f"t{n}": torch.full((512,), float(n)) for n in range(40)}
+    state = {f"t{n}": torch.full((10_000,), float(n)) for n in range(80)}  # 3.2 MB; two slabs take 2 MiB
     expected = copy.deepcopy(state)
     with DataStatesWriter(config=config) as writer:
         future = dcp.async_save(state, checkpoint_id=tmp_path / "x", storage_writer=writer)
         change(state)
+        future.result(60)
+    assert_same(loaded(state, DataStatesReader(tmp_path / "x")), expected)
+
+
+def test_many_small_tensors_beyond_the_budget_hold_up_neither_the_call_nor_the_step(tmp_path):
+    config = CheckpointConfig(**SETTINGS, eager_budget_bytes=8192)
+    state = {f"t{n}": torch.full((512,), float(n)) for n in range(500)}  # 1 MB, of which the host cache takes the rest
+    expected, planner = copy.deepcopy(state), GatedPlanner()
+    with DataStatesWriter(config=config) as writer:
+        future = dcp.async_save(state, checkpoint_id=tmp_path / "x", storage_writer=writer, planner=planner)
+        writer.saver.fence.close(0)  # the ranks have not planned yet
+        change(state)
+        planner.gate.set()
         future.result(60)
     assert_same(loaded(state, DataStatesReader(tmp_path / "x")), expected)
 
@@ -344,7 +360,10 @@ def test_training_is_held_up_no_longer_than_the_limit(tmp_path):
 
 
 def test_what_cannot_be_saved_is_named_by_the_future(tmp_path, writer):
-    for state, name in (({"a": {"lock": threading.Lock()}}, "a.lock"), ({"m": torch.ones(LARGE, device="meta")}, "m")):
+    freed = torch.ones(8)
+    freed.untyped_storage().resize_(0)
+    meta = torch.ones(LARGE, device="meta")
+    for state, name in (({"a": {"lock": threading.Lock()}}, "a.lock"), ({"m": meta}, "m"), ({"f": freed}, "f")):
         error = cause(dcp.async_save(state, checkpoint_id=tmp_path / "x", storage_writer=writer).exception(60))
         assert isinstance(error, StateError) and error.fqn == name
     assert not writer.saver.fence.is_open or writer.saver.fence.close(1) is None
@@ -364,6 +383,20 @@ def test_what_was_staged_and_never_saved_is_given_up_for_the_next(tmp_path):
         state = {"w": torch.ones(LARGE)}
         dcp.async_save(state, checkpoint_id=tmp_path / "x", storage_writer=writer).result(60)
     assert_same(loaded(state, DataStatesReader(tmp_path / "x")), state)
+
+
+def test_a_save_that_dcp_drops_before_it_has_a_thread_holds_up_nobody(tmp_path, writer):
+    state = {"w": torch.ones(LARGE)}
+    with pytest.raises(ValueError, match="process group"):  # of torch, whose process-based saves need one
+        dcp.async_save(
+            state,
+            checkpoint_id=tmp_path / "x",
+            storage_writer=writer,
+            async_checkpointer_type=dcp.state_dict_saver.AsyncCheckpointerType.PROCESS,
+        )
+    gc.collect()
+    writer.saver.fence.close(0)
+    dcp.async_save(state, checkpoint_id=tmp_path / "x", storage_writer=writer).result(60)
 
 
 def test_a_planner_that_fails_lets_training_go_on(tmp_path, writer):
@@ -459,6 +492,31 @@ def test_cut_missing_and_damaged_files(saved):
         loaded(state, DataStatesReader(folder))
     with pytest.raises(CheckpointException, match="holds no distributed checkpoint"):
         loaded(state, DataStatesReader(folder.parent))
+
+
+@pytest.mark.parametrize("moment", ["metadata", "data"])
+def test_a_checkpoint_that_is_saved_again_while_it_is_loaded(saved, writer, monkeypatch, moment):
+    folder, state = saved
+    newer = {**state, "small": torch.full((1000,), 7.0), "large": torch.full((3 * LARGE,), 7.0)}
+    reader = DataStatesReader(folder)
+    real, again = (load_metadata if moment == "metadata" else DataStatesReader._read_plan), iter([True])
+
+    def save_again(*args: Any, **kwargs: Any) -> Any:
+        found = real(*args, **kwargs) if moment == "metadata" else None
+        if next(again, False):
+            dcp.save(newer, checkpoint_id=folder, storage_writer=writer)
+        return found or real(*args, **kwargs)
+
+    if moment == "metadata":
+        monkeypatch.setattr(dcp_reader, "load_metadata", save_again)
+        assert_same(loaded(newer, reader), newer)
+        return
+    monkeypatch.setattr(DataStatesReader, "_read_plan", save_again)
+    with pytest.raises(CheckpointException) as caught:
+        loaded(state, reader)
+    error = cause(caught.value)
+    assert isinstance(error, CheckpointNotFoundError) and "saved again" in str(error)
+    assert_same(loaded(newer, reader), newer)
 
 
 def test_a_checkpoint_that_was_never_completed_is_refused(tmp_path, writer):

@@ -52,8 +52,16 @@ def test_a_save_is_committed_on_all_ranks_and_parts_are_read_in_part(start):
     start("saves_and_waits").wait()
 
 
+def test_sharded_tensors_of_the_first_fsdp_are_saved_while_training_goes_on(start):
+    start("saves_sharded_tensors").wait()
+
+
 def test_whatever_fails_on_one_rank_is_told_to_all_and_the_next_save_works(start):
     start("one_rank_fails").wait()
+
+
+def test_what_fails_on_one_rank_when_the_others_have_written_is_over_for_all(start):
+    start("one_rank_fails_late", num_ranks=3).wait()
 
 
 def test_a_rank_that_never_plans_holds_training_up_for_a_limited_time(start):

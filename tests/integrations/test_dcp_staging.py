@@ -7,8 +7,10 @@ import threading
 import pytest
 import torch
 
+from datastates.cache_copies import CacheCopies
 from datastates.captures import Captures, EagerBudget
 from datastates.errors import StateError, TornSnapshotError
+from datastates.host_cache import HostCache
 from datastates.integrations.dcp_staging import take_snapshot
 from datastates.state import EagerRule
 
@@ -16,11 +18,19 @@ LIMIT = 1024
 
 
 @pytest.fixture
-def take():
-    """``take(state, budget_bytes)``: a snapshot in which tensors up to a KiB are copied."""
+def cache():
+    cache = HostCache(16384, 4096)
+    yield cache
+    cache.close()
 
-    def make(state, budget_bytes=1 << 20):
-        return take_snapshot(state, Captures(EagerBudget(budget_bytes)), EagerRule(LIMIT))
+
+@pytest.fixture
+def take(cache):
+    """``take(state, budget_bytes, cache_bytes)``: a snapshot in which tensors up to a KiB are copied."""
+
+    def make(state, budget_bytes=1 << 20, cache_bytes=0):
+        copies = CacheCopies(cache, EagerBudget(cache_bytes))
+        return take_snapshot(state, Captures(EagerBudget(budget_bytes)), copies, EagerRule(LIMIT))
 
     return make
 
@@ -53,6 +63,22 @@ def test_beyond_the_budget_they_stay_and_it_says_so(take):
     assert not made.is_complete
     changed = [name for name, tensor in state.items() if tensor.fill_(1) is tensor and torch.all(made.state[name] == 1)]
     assert len(changed) == 2
+
+
+def test_beyond_the_budget_they_are_copied_to_the_host_cache_as_long_as_that_has_room(take, cache):
+    state = {str(n): torch.full((200,), float(n)) for n in range(14)}
+    made = take(state, 1700, 8192)  # two, and four in each of two slabs
+    assert not made.is_complete and cache.num_free == 2
+    changed = [name for name, tensor in state.items() if torch.all(tensor.fill_(99) == made.state[name])]
+    assert changed == ["10", "11", "12", "13"]
+    assert all(torch.all(made.state[str(n)] == n) for n in range(10))
+
+
+def test_a_state_of_copies_alone_needs_no_fence(take):
+    small = {"a": torch.ones(200), "b": [torch.ones(200).to_sparse()], "c": 1}
+    assert take(small, 800, 4096).is_independent
+    assert not take({**small, "large": torch.ones(4096)}, 800, 4096).is_independent
+    assert not take(small, 0, 0).is_independent
 
 
 def test_a_write_is_seen_by_name(take):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pickle
 import threading
+from collections.abc import Callable
 from typing import NoReturn
 
 import torch
@@ -50,6 +51,35 @@ class BackgroundSave:
         """A tensor that the planner gives: one that it has just computed is not there when the state was taken."""
         if tensor.device.type != "cpu" and not self.snapshot.holds(tensor):
             self.promise.ready.pop(tensor.device, None)  # its copies wait for what this thread's stream is given, too
+
+    def begin(self, on_end: Callable[[BackgroundSave], None]) -> None:
+        """The calling thread is DCP's, which has got the state; ``on_end`` is called when it has ended."""
+        self.begun.set()
+        arguments = threading.current_thread(), on_end
+        threading.Thread(target=self._watch, args=arguments, name="datastates-dcp-watch", daemon=True).start()
+
+    def wait_before(self, deadline: Deadline, begin_seconds: float) -> None:
+        """Block until the save before has ended; gives this one up where that takes too long."""
+        before, self.before = self.before, None
+        if before is not None:
+            try:
+                before.wait_ended(deadline, begin_seconds)
+            except WaitTimeoutError as error:
+                self.promise.fail(error)
+
+    def _watch(self, thread: threading.Thread, on_end: Callable[[BackgroundSave], None]) -> None:
+        thread.join()
+        self.promise.fail(DataStatesError(f"{self.promise.path}: DCP could not plan it; its future says why"))
+        try:
+            on_end(self)
+        finally:
+            self.end()
+
+    def drop(self) -> None:
+        """Nobody has the staged state any more. Gives the save up, unless DCP's thread has got it before."""
+        if not self.begun.is_set():
+            self.promise.fail(DataStatesError(f"{self.promise.path}: DCP has dropped it before it was planned"))
+            self.end()
 
     def end(self) -> None:
         """No thread of DCP makes it, or not any more; its promise has ended."""

@@ -28,7 +28,7 @@ from datastates.conversion.distributed_reading import check_places, load_metadat
 from datastates.errors import CheckpointNotFoundError, CorruptCheckpointError, MismatchError
 from datastates.integrations.dcp_items import Item, merged_tiles
 from datastates.integrations.dcp_writer import open_writers
-from datastates.integrity import record_of, verify_file
+from datastates.integrity import RACES, record_of, record_stamp, verify_file
 from datastates.manifest import CommitRecord
 from datastates.paths import resolved
 from datastates.ranks import Ranks
@@ -83,6 +83,7 @@ class DataStatesReader(FileSystemReader):
         self._check = check
         self._trust = trust
         self._record: CommitRecord | None = None
+        self._stamp: tuple[int, int, int] | None = None  # of the save that the metadata are of
         self._metadata: Metadata | None = None
 
     def read_metadata(self, *_args: Any, **kwargs: Any) -> Metadata:
@@ -99,8 +100,27 @@ class DataStatesReader(FileSystemReader):
         """
         directory = resolved(os.path.join(os.fspath(self.path), ""))
         _wait_for_saves(directory)
-        self._record = _record_of(directory)
         path = os.fspath(self._get_metadata_path(kwargs.get("rank")))
+        metadata = self._metadata_of_one_save(directory, path)
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+    def _metadata_of_one_save(self, directory: str, path: str) -> Metadata:
+        """Metadata and the record that they belong to, read again where the checkpoint was saved again meanwhile."""
+        for _ in range(RACES):
+            before = record_stamp(path)
+            try:
+                return self._checked_metadata(directory, path)
+            except (CorruptCheckpointError, CheckpointNotFoundError):
+                if record_stamp(path) == before:
+                    raise
+        return self._checked_metadata(directory, path)
+
+    def _checked_metadata(self, directory: str, path: str) -> Metadata:
+        _record_of(directory)  # completes a commit, if need be, before the stamp is taken
+        self._stamp = record_stamp(path)
+        self._record = _record_of(directory)
         if not os.path.isfile(path):
             raise CheckpointNotFoundError(f"{directory} holds no distributed checkpoint: there is no {path}")
         file = record_of(path) if self._record is not None and self._check else None
@@ -108,8 +128,7 @@ class DataStatesReader(FileSystemReader):
             raise CorruptCheckpointError(f"{path}: {problem.message}", path)
         metadata = load_metadata(path, trust=self._trust)
         check_places(metadata, directory)
-        metadata.storage_meta = metadata.storage_meta or StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
+        self._check_same()
         return metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -121,8 +140,30 @@ class DataStatesReader(FileSystemReader):
 
         Raises:
             CorruptCheckpointError: a file is missing, cut or damaged; names the tensor. Some tensors may be filled.
+            CheckpointNotFoundError: it was saved again, or removed, meanwhile. Tensors may be filled from either save.
             StorageError: the device or file system fails.
         """
+        try:
+            self.report = self._read_plan(plan, planner)
+        except CorruptCheckpointError:
+            self._check_same()
+            raise
+        self._check_same()
+        done: torch.futures.Future[None] = torch.futures.Future()
+        done.set_result(None)
+        return done
+
+    def _check_same(self) -> None:
+        """Raise CheckpointNotFoundError where the checkpoint is not the one any more that the metadata are of.
+
+        All ranks look when they have read. Between that and the moment when they took the stamp was a collective of
+        DCP, so what all of them find unchanged was one save for all.
+        """
+        if record_stamp(os.path.join(os.fspath(self.path), METADATA_NAME)) != self._stamp:
+            message = f"{self.path} was saved again, or removed, while it was being loaded; load it again as a whole"
+            raise CheckpointNotFoundError(message)
+
+    def _read_plan(self, plan: LoadPlan, planner: LoadPlanner) -> ReadReport:
         by_file: dict[str, list[ReadItem]] = {}
         transformed = []
         for request in plan.items:
@@ -137,12 +178,9 @@ class DataStatesReader(FileSystemReader):
         if transformed:  # streams of somebody's extension, and tensors that are no plain rows
             super().read_data(dataclasses.replace(plan, items=transformed), planner).wait()
             totals.unverified.update(request.storage_index.fqn for request in transformed)
-        self.report = ReadReport(totals.nbytes, totals.verified_nbytes, tuple(sorted(totals.unverified)))
         if totals.unverified:
             logger.debug("%s: %d tensors were not compared with checksums", self.path, len(totals.unverified))
-        done: torch.futures.Future[None] = torch.futures.Future()
-        done.set_result(None)
-        return done
+        return ReadReport(totals.nbytes, totals.verified_nbytes, tuple(sorted(totals.unverified)))
 
     def _read_file(self, name: str, requests: list[ReadItem], planner: LoadPlanner, totals: _Totals) -> list[ReadItem]:
         """Read what is wanted of one file; gives what only torch's own reader can read."""

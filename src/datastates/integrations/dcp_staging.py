@@ -16,10 +16,11 @@ import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
+from datastates.cache_copies import CacheCopies
 from datastates.captures import Captures
 from datastates.formats.pickling import PICKLE_FAILURES, unpicklable
 from datastates.staging_job import torn_error
-from datastates.state import EagerRule, alias, has_own_storage, named_tensors, version_of
+from datastates.state import EagerRule, alias, has_its_bytes, has_own_storage, named_tensors, version_of
 
 
 class StagedState(dict[str, Any]):
@@ -62,6 +63,11 @@ class Snapshot:
     _storages: set[int] = field(default_factory=set)
     _versions: list[tuple[str, torch.Tensor, int]] = field(default_factory=list)
 
+    @property
+    def is_independent(self) -> bool:
+        """Whether all tensors were copied, to host memory: nothing that training does reaches it."""
+        return self.is_complete and not self._versions and not self.devices
+
     def check_versions(self, name: str) -> None:
         """Raise TornSnapshotError, for the save of this name, if a tensor was changed in place since the snapshot.
 
@@ -80,8 +86,11 @@ class Snapshot:
         return tensor if isinstance(tensor, ShardedTensor) else tensor.detach()
 
     def clone(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy; that of a device's tensor is made there, in the order of the current stream, and staged later."""
-        made = tensor.detach().clone()
+        """A copy; that of a device's tensor is made there, in the order of the current stream, and staged later.
+
+        Called with autograd off: a copy follows no gradient, and need not be detached.
+        """
+        made = tensor.clone()
         if made.device.type not in ("cpu", "meta"):
             self._note(local_part(made))
         return made
@@ -96,12 +105,13 @@ class Snapshot:
             self._storages.add(local.untyped_storage().data_ptr())
 
 
-def take_snapshot(state: dict[str, Any], captures: Captures, rule: EagerRule) -> Snapshot:
-    """Copy what may change before the fence closes, within the budget; the rest stays where it is.
+def take_snapshot(state: dict[str, Any], captures: Captures, copies: CacheCopies, rule: EagerRule) -> Snapshot:
+    """Copy what may change before the fence closes, as far as there is room; the rest stays where it is.
 
     Args:
         state: nested; not changed. Its tensors may be of any kind, `DTensor` and `ShardedTensor` included.
         captures: counts the copies of tensors.
+        copies: makes those that it has no room for.
         rule: which tensors are copied.
 
     Raises:
@@ -109,8 +119,9 @@ def take_snapshot(state: dict[str, Any], captures: Captures, rule: EagerRule) ->
     """
     made = Snapshot()
     memo: dict[int, Any] = {}
-    for fqn, tensor in named_tensors(state).values():
-        memo[id(tensor)] = _taken(made, fqn, tensor, captures, rule)
+    with torch.no_grad():
+        for fqn, tensor in named_tensors(state).values():
+            memo[id(tensor)] = _taken(made, fqn, tensor, captures, copies, rule)
     try:
         made.state = copy.deepcopy(dict(state), memo)
     except (*PICKLE_FAILURES, copy.Error) as error:
@@ -129,16 +140,29 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _taken(made: Snapshot, fqn: str, tensor: torch.Tensor, captures: Captures, rule: EagerRule) -> torch.Tensor:
+def _taken(
+    made: Snapshot, fqn: str, tensor: torch.Tensor, captures: Captures, copies: CacheCopies, rule: EagerRule
+) -> torch.Tensor:
     if isinstance(tensor, ShardedTensor):  # of parameters and moments, which nothing changes but the optimizer
         return made.leave(tensor, fqn)
     local = local_part(tensor)
     if not has_own_storage(local) and local.device.type != "meta":
         captures.take(local.numel() * local.element_size())
         return made.clone(tensor)
-    if not rule(fqn, local):
+    if not rule(fqn, local) or not has_its_bytes(local):  # whoever plans it says that it has none
         return made.leave(tensor, fqn)
     if captures.take(local.numel() * local.element_size()):
         return made.clone(tensor)
+    copy_of_local = copies.copy(local)
+    if copy_of_local is not None:
+        return _like(tensor, copy_of_local)
     made.is_complete = False
     return made.leave(tensor, fqn)
+
+
+def _like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """A tensor that is distributed like another, of which this rank holds ``local``."""
+    if not isinstance(tensor, DTensor):
+        return local
+    mesh, placements = tensor.device_mesh, tensor.placements
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())

@@ -19,13 +19,13 @@ import pickle
 import threading
 import uuid
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import distributed
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager
@@ -38,9 +38,9 @@ from datastates.contents.distributed_metadata import METADATA_NAME, SUFFIX
 from datastates.deadline import Deadline
 from datastates.errors import ConfigError, DataStatesError, StateError, TornSnapshotError, WaitTimeoutError
 from datastates.integrations.dcp_background import BackgroundSave, BackgroundSaves, Save, refuse_process
-from datastates.integrations.dcp_image import ItemImage, add_item, order_of
+from datastates.integrations.dcp_file import ItemFile
 from datastates.integrations.dcp_settings import Alone, config_of
-from datastates.integrations.dcp_staging import Snapshot, StagedState, take_snapshot
+from datastates.integrations.dcp_staging import StagedState, take_snapshot
 from datastates.plan import FilePlan, Segment
 from datastates.ranks import Ranks, agree_on_run
 from datastates.saver import Saver
@@ -163,15 +163,19 @@ class DataStatesWriter(StorageWriter, AsyncStager):
             DataStatesError: the writer is closed; or an earlier save hangs in a collective: nothing can be saved
                 through this process group any more.
         """
+        self._drop_unfinished(_NOT_FINISHED)
         self._background.wait_submitted()
         self._num_staged += 1
         promise = self._saver.promise(f"asynchronous save {self._num_staged}", self._planning_seconds)
         save = self._background.add(promise)
         staged = StagedState(lambda: self._begin_background(save), lambda: refuse_process(save))
+        weakref.finalize(staged, save.drop).atexit = False  # DCP may fail before it has made its thread
         try:
             rule = EagerRule(self.config.eager_bytes, self._is_volatile)
-            save.snapshot = take_snapshot(state_dict, promise.captures, rule)
+            save.snapshot = take_snapshot(state_dict, promise.captures, promise.copies, rule)
             promise.mark_ready(save.snapshot.devices)
+            if save.snapshot.is_independent and not self.config.verify_staging:
+                promise.let_go()
         except DataStatesError as error:
             promise.fail(error)
         except BaseException as error:
@@ -205,13 +209,13 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         background = getattr(self._local, "background", None)
         if background is None:
             self._background.wait_ended(Deadline(self.config.close_timeout_seconds))
-            self._drop_unfinished("DCP made another save instead")
+            self._drop_unfinished(_NOT_FINISHED)
         path, self._local.path = self.checkpoint_id, None
         if not path:
             raise ValueError("no folder for the checkpoint: give a checkpoint_id, or a path to the writer")
         directory = os.path.abspath(path)
         tag = os.path.basename(directory)
-        attempt = self._saver.begin(directory, tag, update_latest=self._update_latest)
+        attempt = self._saver.begin(directory, tag, update_latest=self._update_latest, announce=False)
         self._local.save = Save(attempt, background, StorageMeta(checkpoint_id=path, save_id=uuid.uuid4().hex))
         if background is not None:
             background.save = self._local.save
@@ -233,9 +237,10 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Raises ConfigError where DCP's ranks are not those of the writer."""
+        """Any rank may write from here on. Raises ConfigError where DCP's ranks are not those of the writer."""
         if len(plans) != self._ranks.size:
             raise ConfigError(f"{len(plans)} ranks save, and the writer is of {self._ranks.size}: {_SAME_GROUP}")
+        self._local.save.is_begun = True
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
@@ -281,6 +286,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
             WaitTimeoutError: not reached within ``timeout`` seconds.
         """
         deadline = Deadline(timeout)
+        self._drop_unfinished(_NOT_FINISHED)
         self._saver.wait_staged(timeout)
         for save in self._background.all():
             if not save.submitted.wait(deadline.left()):
@@ -295,12 +301,14 @@ class DataStatesWriter(StorageWriter, AsyncStager):
             WaitTimeoutError: not settled within ``timeout`` seconds.
         """
         deadline = Deadline(timeout)
+        self._drop_unfinished(_NOT_FINISHED)
         self._background.wait_ended(deadline)
         self._saver.wait_committed(deadline.left())
 
     def settle(self, timeout: float | None = None) -> None:
         """Block until every save so far is committed or has failed. Raises WaitTimeoutError."""
         deadline = Deadline(timeout)
+        self._drop_unfinished(_NOT_FINISHED)
         self._background.wait_ended(deadline)
         self._saver.settle(deadline.left())
 
@@ -351,33 +359,15 @@ class DataStatesWriter(StorageWriter, AsyncStager):
                 promise.finish(None)
             return []
         name = f"__{self._ranks.rank}_0{SUFFIX}"
-        path, results = os.path.join(save.attempt.path, name), list[WriteResult]()
+        path = os.path.join(save.attempt.path, name)
+        file = ItemFile(path, plan.items, planner, background)
 
         def make_plan(captures: Captures) -> FilePlan:
-            image = ItemImage()
-            take = self._take(background, captures)
-            for item in sorted(plan.items, key=order_of):
-                found = planner.resolve_data(item)
-                if background is not None and isinstance(found, torch.Tensor):
-                    background.note_source(found)
-                offset, nbytes = add_item(image, item, found, take, captures.capture)
-                results.append(WriteResult(item.index, nbytes, _StorageInfo(name, offset, nbytes)))
-            if background is not None:
-                background.snapshot.check_versions(path)
-                background.snapshot = Snapshot()
-            return image.plan()
+            return file.plan(captures, self.config.eager_bytes)
 
         handle = self._saver.save_plan(make_plan, path, attempt=save.attempt, promise=promise)
         self._close_verified_fence(handle)
-        return results
-
-    def _take(self, background: BackgroundSave | None, captures: Captures) -> Callable[[int], bool]:
-        """Whether the image may hold the bytes of a small tensor itself; those of a snapshot are counted already."""
-        limit = self.config.eager_bytes
-        if background is not None:
-            is_complete = background.snapshot.is_complete
-            return lambda nbytes: is_complete and nbytes <= limit
-        return lambda nbytes: nbytes <= limit and captures.take(nbytes)
+        return file.results
 
     def _close_verified_fence(self, handle: SaveHandle) -> None:
         """With ``verify_staging``: read the sources again now, or nobody would before the commit is waited for."""
@@ -418,32 +408,19 @@ class DataStatesWriter(StorageWriter, AsyncStager):
 
     def _begin_background(self, save: BackgroundSave) -> None:
         """DCP's thread has got the state: wait for the save before, and see when the thread ends."""
-        if save.begun.is_set():
-            return
-        self._local.background = save
-        save.begun.set()
-        watch = threading.Thread(
-            target=self._watch, args=(save, threading.current_thread()), name="datastates-dcp-watch", daemon=True
-        )
-        watch.start()
-        if save.before is not None:
+        if not save.begun.is_set():
+            self._local.background = save
+            save.begin(self._end_background)
+            save.wait_before(Deadline(self.config.close_timeout_seconds), self._planning_seconds)
+
+    def _end_background(self, save: BackgroundSave) -> None:
+        """DCP's thread has ended, and the save with it, one way or the other."""
+        if save.save is not None:
             try:
-                save.before.wait_ended(Deadline(self.config.close_timeout_seconds), self._planning_seconds)
-            except WaitTimeoutError as error:
-                save.promise.fail(error)
-            save.before = None
-
-    def _watch(self, save: BackgroundSave, thread: threading.Thread) -> None:
-        """When DCP's thread has ended, so has the save, one way or the other."""
-        thread.join()
-        save.promise.fail(DataStatesError(f"{save.promise.path}: DCP could not plan it; its future says why"))
-        try:
-            if save.save is not None:
-                self._abort(save.save, "DCP did not finish it: another rank failed, or the process group")
-        except DataStatesError as error:  # closed meanwhile: what was not complete is given up by that
-            logger.warning("datastates: %s", error)
-        finally:
-            save.end()
+                self._abort(save.save, _NOT_FINISHED)
+            except DataStatesError as error:  # closed meanwhile: what was not complete is given up by that
+                logger.warning("datastates: %s", error)
 
 
+_NOT_FINISHED = "DCP did not finish it: another rank failed, or the process group"
 _SAME_GROUP = "give the same process_group, or no_dist, to both"
