@@ -15,12 +15,13 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.callbacks.weight_averaging import EMAWeightAveraging
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 from datastates.errors import CheckpointNotFoundError, ConfigError, DataStatesError
 from datastates.integrations.lightning import DataStatesCheckpointIO
 from datastates.saver import open_savers
 from integrations.jobs import ForkServer
-from integrations.lightning_runs import Model, batches, make_trainer
+from integrations.lightning_runs import WIDTH, Model, batches, make_trainer
 
 RUNS = "integrations.lightning_runs"
 CACHE = 2**-8  # gigabytes: 4 MiB, a third of what one checkpoint has
@@ -163,6 +164,55 @@ def test_the_best_files_stay(tmp_path, plugin):
     assert len(kept["ours"][0]) == 3
 
 
+@pytest.mark.parametrize("save_last", ["link", True])
+def test_two_callbacks_in_one_folder_use_the_names_that_they_would_use(tmp_path, save_last):
+    """Also that of a link whose file is in flight is taken, and that of a file that is to go is free."""
+    found = {}
+    for name, io in (
+        ("ours", DataStatesCheckpointIO(host_cache_gb=CACHE)),
+        ("theirs", pl.plugins.io.TorchCheckpointIO()),
+    ):
+        out = tmp_path / name
+        options = {"monitor": "score", "save_last": save_last}
+        callbacks = [
+            ModelCheckpoint(out, filename=f"by-{step}-{{step}}", every_n_train_steps=step, **options) for step in (2, 3)
+        ]
+        torch.manual_seed(3)  # the score is that of the training
+        make_trainer(tmp_path, 6, io, callbacks).fit(Model(), batches())
+        steps = {file: torch.load(out / file)["global_step"] for file in names(out)}
+        links = {file: os.readlink(out / file) for file in names(out) if os.path.islink(out / file)}
+        found[name] = steps, links, [os.path.basename(callback.last_model_path) for callback in callbacks]
+    assert found["ours"] == found["theirs"]
+
+
+def test_weights_of_before_the_step_are_saved_with_manual_optimization(tmp_path, plugin):
+    """Lightning puts them into the model for the save, and the others back right after it."""
+
+    class Manual(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(WIDTH, WIDTH)
+            self.automatic_optimization = False
+            self.saved_models: dict[int, dict[str, torch.Tensor]] = {}
+
+        def training_step(self, batch: torch.Tensor, index: int) -> None:
+            self.saved_models[index] = {name: value.clone() for name, value in self.layer.state_dict().items()}
+            loss = self.layer(batch).square().mean()
+            self.optimizers().zero_grad()
+            self.manual_backward(loss)
+            self.optimizers().step()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters())
+
+    model = Manual()
+    keep = ModelCheckpoint(tmp_path / "out", every_n_train_steps=2, save_top_k=-1)
+    make_trainer(tmp_path, 6, plugin, [keep]).fit(model, batches())
+    for step in (2, 4, 6):
+        found = torch.load(tmp_path / "out" / f"epoch=0-step={step}.ckpt")["state_dict"]
+        assert torch.equal(found["layer.weight"], model.saved_models[step - 1]["weight"])
+
+
 def test_last_and_best_are_found_at_once(tmp_path, plugin):
     model = Model()
     keep = ModelCheckpoint(tmp_path / "out", every_n_train_steps=2, save_top_k=1, monitor="score", save_last=True)
@@ -221,6 +271,19 @@ def test_what_is_lost_is_raised_at_the_end_and_what_was_there_stays(tmp_path, sm
     assert open_savers() == []
 
 
+def test_what_is_lost_is_raised_also_where_the_training_is_a_second_try(tmp_path, small_disk):
+    """An exception is being handled all the time, and has nothing to do with this run."""
+    disk = small_disk(5 << 20)  # one checkpoint has 9.8 MiB
+    keep = ModelCheckpoint(disk / "out", every_n_train_steps=2)
+    trainer = make_trainer(tmp_path, 2, DataStatesCheckpointIO(host_cache_gb=CACHE), [keep])
+    try:
+        raise MemoryError("too large a batch")
+    except MemoryError:
+        with pytest.raises(DataStatesError, match="step=2"):
+            trainer.fit(Model(), batches())
+    assert open_savers() == []
+
+
 def test_an_exception_of_the_training_is_the_one_that_is_raised(tmp_path):
     class Failing(Model):
         def on_train_batch_start(self, batch, index):
@@ -255,6 +318,8 @@ def test_what_it_refuses(tmp_path, plugin):
         DataStatesCheckpointIO(format="safetensors")
     with pytest.raises(ConfigError, match="when_busy"):
         DataStatesCheckpointIO(when_busy="skip")
+    with pytest.raises(ConfigError, match="this plugin saves lone files"):
+        DataStatesCheckpointIO(tiers=[tmp_path, tmp_path.parent / "far"])
     with pytest.raises(ConfigError, match="did you mean 'num_writers'"):
         DataStatesCheckpointIO(num_writer=3)
     with pytest.raises(ValueError, match=r"memory://.* is not in a local file system"):
@@ -264,6 +329,10 @@ def test_what_it_refuses(tmp_path, plugin):
     with pytest.raises(CheckpointNotFoundError, match="absent"):
         plugin.load_checkpoint(tmp_path / "absent.ckpt")
     assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ConfigError, match="asynchronous by itself"):
+        make_trainer(tmp_path, 2, AsyncCheckpointIO(plugin), [ModelCheckpoint(every_n_train_steps=1)]).fit(
+            Model(), batches()
+        )
 
 
 def test_the_other_package_knows_it_too(tmp_path):

@@ -104,6 +104,34 @@ def test_checkpoints_of_an_earlier_run_are_older_than_those_of_this_whatever_the
     assert numbers(tmp_path) == [10, 20]
 
 
+def test_what_a_further_tier_is_still_to_get_stays(rotation, tmp_path):
+    near, far = tmp_path / "near", tmp_path / "far"
+    far.write_text("in the way")
+    near.mkdir()
+    with CheckpointEngine({"host_cache_size": 0.00390625, "tiers": [near, far]}) as engine:
+        for number in (1, 2):
+            save(engine, near, number)
+            rotation.ask(series(near, 1))
+        rotation.finish(60)
+        assert numbers(near) == [1, 2]
+        far.unlink()
+        engine.wait_carried(120)
+        rotation.ask(series(near, 1))
+    rotation.finish(60)
+    assert numbers(near) == [2]
+    assert integrity.verify(str(far / "checkpoint-1" / "global_step1")) == []
+
+
+def test_what_is_in_no_tier_is_not_waited_for(rotation, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    with CheckpointEngine({"host_cache_size": 0.00390625, "tiers": [tmp_path / "near", tmp_path / "far"]}) as engine:
+        for number in (1, 2):
+            save(engine, tmp_path / "elsewhere", number)
+            rotation.ask(series(tmp_path / "elsewhere", 1))
+        rotation.finish(60)
+        assert numbers(tmp_path / "elsewhere") == [2]
+
+
 def test_the_older_one_stays_until_the_younger_is_complete(engine, rotation, tmp_path):
     save(engine, tmp_path, 1)
     engine.wait(persist=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -17,11 +18,12 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from datastates import integrity
 from datastates.errors import CheckpointNotFoundError, ConfigError, DataStatesError
+from datastates.integrations import saving_folders
 from datastates.integrations.saving_folders import SavingFolder
 from datastates.integrations.transformers import last_checkpoint, use_datastates
 from datastates.saver import open_savers
 from integrations.jobs import ForkServer
-from integrations.trainer_runs import Scored, make_model, make_trainer
+from integrations.trainer_runs import MOMENTS, SETTINGS, Scored, make_model, make_trainer
 
 RUNS = "integrations.trainer_runs"
 
@@ -127,6 +129,115 @@ def test_the_survivors_are_the_newest_and_the_best(tmp_path, limit, best_at, mon
     assert names(out) == [f"checkpoint-{step}" for step in sorted(kept)]
 
 
+def test_the_best_one_stays_in_a_run_that_was_moved(tmp_path, monkeypatch):
+    """The state that is resumed names it by its old path; the Trainer looks for it beside the others."""
+    monkeypatch.setattr(Scored, "scores", {step: 0.9 if step == 2 else 0.1 for step in range(9)})
+    options = {"eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "score", "save_only_model": False}
+    make_trainer(tmp_path / "here", 4, kind=Scored, save_total_limit=2, **options)[0].train()
+    out = (tmp_path / "here").rename(tmp_path / "there")
+    trainer, _ = make_trainer(out, 8, kind=Scored, save_total_limit=2, **options)
+    trainer.train(resume_from_checkpoint=True)
+    assert names(out) == ["checkpoint-2", "checkpoint-8"]
+    assert trainer.state.best_model_checkpoint == str(out / "checkpoint-2")
+
+
+class Tied(torch.nn.Module):
+    """One weight under two names, in a model that is not of transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = torch.nn.Embedding(64, 32), torch.nn.Linear(32, 64, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.head(self.embedding(input_ids))
+        return {"loss": torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+def test_weights_that_the_format_refuses_are_refused(tmp_path):
+    """As the Trainer's own save does; a file with one name of two would give half a model."""
+    trainer, _ = make_trainer(tmp_path, 2, model=Tied())
+    with pytest.raises(RuntimeError, match="share memory"):
+        trainer.train()
+    assert names(tmp_path) == []
+
+
+def test_the_file_has_the_names_of_the_weights_and_no_other(tmp_path):
+    """Where sizes are odd, and the room for copies is used up; whoever loads strictly would stumble over more."""
+
+    class Odd(Tied):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = torch.nn.Linear(32, 64)
+            self.odd = torch.nn.Parameter(torch.ones(2111, dtype=torch.bfloat16), requires_grad=False)
+            self.large = torch.nn.Parameter(torch.randn(700), requires_grad=False)
+
+    model = Odd()
+    trainer, script = make_trainer(tmp_path, 2, model=model, is_lazy=False)
+    use_datastates(trainer, **SETTINGS, eager_budget_bytes=1 << 10)
+    trainer.train()
+    found = load_file(tmp_path / "checkpoint-2" / "model.safetensors")
+    assert set(found) == set(model.state_dict())
+    assert same(found, script.weights[2])
+
+
+def test_what_somebody_has_given_to_the_trainer_stays(tmp_path):
+    trainer, _ = make_trainer(tmp_path, 4)
+    trainer._get_output_dir = lambda trial=None: str(tmp_path / "mine")
+    trainer.train()
+    assert names(tmp_path / "mine") == ["checkpoint-2", "checkpoint-4"]
+
+
+def test_a_save_because_of_sigterm_is_there_when_the_training_stops(tmp_path):
+    pytest.importorskip("transformers.trainer_jit_checkpoint", reason="transformers 4 does not know it")
+    trainer, script = make_trainer(tmp_path, 6, save_strategy="no", enable_jit_checkpoint=True)
+    (manager,) = [c.jit_manager for c in trainer.callback_handler.callbacks if hasattr(c, "jit_manager")]
+
+    def begin(step: int) -> None:
+        manager.is_checkpoint_requested = step == 3
+
+    script.begin = begin
+    trainer.train()
+    assert names(tmp_path) == ["checkpoint-3"]
+    assert "checkpoint-is-incomplete.txt" not in names(tmp_path / "checkpoint-3")
+    assert integrity.verify(str(tmp_path / "checkpoint-3")) == []
+
+
+def test_a_folder_with_nothing_but_the_word_of_sigterm_is_no_checkpoint(tmp_path):
+    """The Trainer makes it before it calls for the save, and was killed then."""
+    make_trainer(tmp_path, 2)[0].train()
+    (tmp_path / "checkpoint-9").mkdir()
+    (tmp_path / "checkpoint-9" / "checkpoint-is-incomplete.txt").write_text("")
+    assert last_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-2")
+    assert names(tmp_path) == ["checkpoint-2"]
+
+
+def test_a_new_folder_is_empty(tmp_path):
+    """Whatever a job that died has left of the same step, where nobody has cleaned up."""
+    folder = SavingFolder(str(tmp_path), "checkpoint-4")
+    Path(folder.path, ".datastates").mkdir(parents=True)
+    Path(folder.path, "optimizer.pt").write_text("of another run")
+    folder.make()
+    assert names(Path(folder.path)) == []
+    folder.discard()
+
+
+def test_a_folder_is_given_up_while_files_are_still_made_in_it(tmp_path, monkeypatch):
+    folder = SavingFolder(str(tmp_path), "checkpoint-4")
+    folder.make()
+    remove, calls = saving_folders.shutil.rmtree, []
+
+    def remove_or_refuse(path: str) -> None:
+        calls.append(path)
+        if len(calls) == 1:
+            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY))
+        remove(path)
+
+    monkeypatch.setattr(saving_folders.shutil, "rmtree", remove_or_refuse)
+    folder.discard()
+    assert names(tmp_path) == []
+
+
 def test_an_adapter_is_saved_alone_and_resumes(tmp_path):
     """The frozen weights of the base are in no file, and what the adapter's file has is what PEFT loads."""
 
@@ -228,6 +339,8 @@ def test_what_it_refuses(tmp_path):
         use_datastates(plain(), format="torch")
     with pytest.raises(ConfigError, match="host_cache_size"):
         use_datastates(plain(), host_cache_gb=0)
+    with pytest.raises(ConfigError, match=r"this Trainer saves .* files of others beside its own"):
+        use_datastates(plain(), tiers=[tmp_path, tmp_path.parent / "far"])
     trainer = use_datastates(plain())
     with pytest.raises(ValueError, match="before"):
         use_datastates(trainer)
@@ -278,3 +391,37 @@ def test_a_killed_job_resumes_to_the_same_losses(server, tmp_path, num_ranks, re
     assert same(*weights)
     states = {f"rng_state_{rank}.pth" for rank in range(2)} if num_ranks == 2 else {"rng_state.pth"}
     assert states <= set(names(tmp_path / "out" / "checkpoint-8"))
+
+
+@pytest.mark.leaves_partial_files
+def test_whenever_a_job_is_killed_there_is_a_whole_checkpoint_and_nothing_else(server, tmp_path):
+    """One job per moment of its third save, all at once."""
+    folders = {moment: tmp_path / str(number) for number, moment in enumerate(MOMENTS)}
+    try:
+        jobs = [server.start(f"{RUNS}:die", folders[m], m, folder=folders[m], num_ranks=1) for m in MOMENTS]
+        for job in jobs:
+            job.wait(90, expect=-signal.SIGKILL)
+    finally:
+        server.kill_all()
+    for moment, folder in folders.items():
+        out = folder / "out"
+        found = last_checkpoint(str(out))
+        assert found is not None, moment
+        assert integrity.verify(found) == [], moment
+        assert LlamaForCausalLM.from_pretrained(found) is not None, moment
+        kept = names(out)
+        assert os.path.basename(found) in kept, moment
+        assert set(kept) <= {"checkpoint-4", "checkpoint-6"}, moment
+        has_newest = moment in list(MOMENTS)[list(MOMENTS).index("when all is durable") :]
+        assert not has_newest or found.endswith("checkpoint-6"), moment
+
+
+def test_every_node_that_saves_waits_for_its_own_and_all_hear_of_a_loss(server, tmp_path):
+    job = server.start(f"{RUNS}:train_on_two_nodes", tmp_path, folder=tmp_path, num_ranks=2)
+    try:
+        job.wait(60)
+    finally:
+        server.kill_all()
+    assert names(tmp_path / "node0") == ["checkpoint-2", "checkpoint-4"]
+    assert names(tmp_path / "node1") == ["checkpoint-2"]
+    assert ["a fault of the test" in (tmp_path / f"error-{rank}").read_text() for rank in range(2)] == [True, True]

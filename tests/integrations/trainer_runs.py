@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,11 @@ import torch
 from torch import distributed
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
+from datastates import removal
+from datastates.errors import DataStatesError
+from datastates.integrations.saving_folders import SavingFolder
 from datastates.integrations.transformers import last_checkpoint, use_datastates
-from datastates.saver import open_savers
+from datastates.saver import Saver, open_savers
 from integrations.fork_server import announce, job_number
 from integrations.tiny_llama import Sentences, make_model
 
@@ -95,8 +99,7 @@ def train(folder: str, resume: str, wait_after: int, steps: int, num_ranks: int 
         distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=num_ranks)
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # asked for, and not used any more
     else:
-        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
-            del os.environ[name]
+        _alone()
     out = place / "out"
     trainer, script = make_trainer(out, steps, save_total_limit=2, gradient_accumulation_steps=2)
     name = "resumed" if resume else "whole"
@@ -116,3 +119,78 @@ def train(folder: str, resume: str, wait_after: int, steps: int, num_ranks: int 
     (place / f"losses-{name}-{rank}.json").write_text(json.dumps(script.losses))
     if num_ranks > 1:
         distributed.destroy_process_group()
+
+
+def _alone() -> None:
+    """No other ranks, whatever the server has said."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        del os.environ[name]
+
+
+MOMENTS = {
+    "before anything is written": (SavingFolder, "make", False),
+    "when the folder is made": (SavingFolder, "make", True),
+    "behind the weights": (Saver, "save_plan", True),
+    "when the Trainer's own files are durable": (SavingFolder, "make_durable", True),
+    "when the commit was asked for": (Saver, "commit", True),
+    "when all is durable": (SavingFolder, "publish", False),
+    "when the folder has its name": (SavingFolder, "discard", False),
+    "when the hidden folder is gone": (SavingFolder, "publish", True),
+    "in the midst of a deletion": (removal, "_remove_tree", False),
+}
+"""By what has been done: where, in the third save, a job dies; before or behind that call."""
+
+
+def die(folder: str, moment: str) -> None:
+    """Train, keeping one checkpoint, and be killed at a moment of the third save, on whatever thread that is."""
+    _alone()
+    owner, name, is_behind = MOMENTS[moment]
+    trainer, script = make_trainer(Path(folder) / "out", 6, save_total_limit=1)
+
+    def arm(step: int) -> None:
+        if step != 4:
+            return
+        trainer._datastates.settle()  # the second checkpoint is there, and the first one is deleted
+        original = getattr(owner, name)
+
+        def deadly(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs) if is_behind else None
+            os.kill(os.getpid(), signal.SIGKILL)
+            return result
+
+        setattr(owner, name, deadly)
+
+    script.begin = arm
+    trainer.train()
+
+
+def train_on_two_nodes(folder: str) -> None:
+    """Two nodes of one rank each: both save, in folders of their own, and the second one's last save is lost."""
+    place, rank = Path(folder), int(os.environ["RANK"])
+    distributed.init_process_group("gloo", init_method=f"file://{place}/rendezvous", rank=rank, world_size=2)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1", LOCAL_RANK="0")
+    out = place / f"node{rank}"
+    trainer, script = make_trainer(out, 4, save_on_each_node=True)
+    assert trainer.args.should_save
+
+    def lose(step: int) -> None:
+        if step == 4 and rank == 1:
+            (saver,) = open_savers()
+            saver.settle()
+            begin = saver.begin
+
+            def begin_and_fail(*args: Any, **kwargs: Any) -> Any:
+                attempt = begin(*args, **kwargs)
+                attempt.error = DataStatesError("a fault of the test")
+                saver._give_up(attempt)
+                return attempt
+
+            saver.begin = begin_and_fail
+
+    script.end = lose
+    try:
+        trainer.train()
+    except DataStatesError as error:
+        (place / f"error-{rank}").write_text(str(error))
+    assert open_savers() == []
+    distributed.destroy_process_group()

@@ -20,8 +20,7 @@ import importlib.util
 import logging
 import os
 import sys
-import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,21 +28,21 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from datastates import reader
-from datastates.attempt import SaveHandle
 from datastates.config import CheckpointConfig
 from datastates.errors import CheckpointNotFoundError, ConfigError, DataStatesError
 from datastates.integrations.agreement import barrier
+from datastates.integrations.lone_files import LoneFiles
 from datastates.integrations.stepped import STEPPED
 from datastates.integrations.succession import Succession
-from datastates.leftovers import remove_leftovers
 from datastates.paths import resolved
-from datastates.saver import Saver, open_savers
+from datastates.saver import open_savers
 from datastates.state import IsEager, named_tensors
 from datastates.storage import publish
 
 logger = logging.getLogger(__name__)
 
 _PACKAGES = {"lightning.fabric": "lightning.pytorch", "lightning_fabric": "pytorch_lightning"}
+_TRAINERS = tuple(f"{package}.trainer." for package in _PACKAGES.values())
 _MARK = "_is_of_datastates"
 
 _REQUEUE_NAME = "hpc_ckpt_"
@@ -98,6 +97,7 @@ class DataStatesCheckpointIO(CheckpointIO):
         """
         self.config = CheckpointConfig.from_section({"host_cache_size": host_cache_gb, **settings})
         self.config.require_shared_directory("this plugin")
+        self.config.refuse_tiers("this plugin")
         if self.config.format == "safetensors":
             raise ConfigError("format is 'safetensors', but Lightning loads its checkpoints with torch.load")
         if self.config.when_busy != "queue":
@@ -105,8 +105,10 @@ class DataStatesCheckpointIO(CheckpointIO):
                 f"when_busy is {self.config.when_busy!r}, but ModelCheckpoint counts on every file: leave it out"
             )
         self._is_lazy = is_lazy
-        self._files: _Files | None = None
+        self._files: LoneFiles | None = None
         self._steps_before = STEPPED.num_steps
+        self._handled_before: BaseException | None = None  # ``fit`` was called where this was caught
+        self._has_restless_weights = False
         for fabric, pytorch in _PACKAGES.items():
             if f"{fabric}.plugins" in sys.modules:
                 sys.modules[f"{fabric}.plugins"].CheckpointIO.register(type(self))
@@ -128,14 +130,15 @@ class DataStatesCheckpointIO(CheckpointIO):
         if target is None:
             raise ValueError(f"{path} is not in a local file system, and {type(self).__name__} writes to no other")
         if self._files is None:
-            self._files = _Files(self.config)
+            self._files = LoneFiles(self.config)
+            self._handled_before = _handled_outside()
         is_requeue = os.path.basename(target).startswith(_REQUEUE_NAME)
         # Lightning takes every name with that beginning in it for such a file, also that of a partial file
         name = os.path.join(os.path.dirname(target), ".requeue.ckpt") if is_requeue else target
         guarded = STEPPED.eager_rule(self._steps_before)
         is_training = any(not guarded(fqn, tensor) for fqn, tensor in named_tensors(checkpoint).values())
         handle = self._files.save(checkpoint, name, self._eager_rule(guarded))
-        if _has_restless_weights(checkpoint):
+        if self._has_restless_weights or _has_restless_weights(checkpoint):
             self._files.saver.wait_staged()
         if is_requeue or self.config.wait_on_save or not is_training:
             self._files.wait_for(handle)
@@ -173,11 +176,21 @@ class DataStatesCheckpointIO(CheckpointIO):
         if target is None:
             TorchCheckpointIO().remove_checkpoint(path)
         else:
-            (Succession() if self._files is None else self._files.succession).remove(target)
+            with self._succession() as succession:
+                succession.remove(target)
 
     def link_checkpoint(self, path: Any, link: Any) -> None:
         """Let a symbolic link point to a file once it is complete; ``ModelCheckpoint(save_last="link")`` comes here."""
-        (Succession() if self._files is None else self._files.succession).link(os.fspath(path), os.fspath(link))
+        with self._succession() as succession:
+            succession.link(os.fspath(path), os.fspath(link))
+
+    def is_taken(self, path: str) -> bool:
+        """Whether a local name is that of a file or link that is there, or will be, and that nobody wants removed."""
+        with self._succession() as succession:
+            if succession.is_doomed(path):
+                return False
+            is_coming = succession.awaits_link(path) or any(saver.has_in_flight(path) for saver in open_savers())
+        return is_coming or os.path.exists(path)
 
     def wait(self, timeout: float | None = None) -> None:
         """Block until all that was saved is complete and durable, and what it replaces is gone.
@@ -197,8 +210,9 @@ class DataStatesCheckpointIO(CheckpointIO):
         Raises:
             DataStatesError: a file is lost that nobody has saved again or removed.
         """
-        is_interrupted = sys.exc_info()[0] is not None
-        files, self._files = self._files, None
+        error = sys.exc_info()[1]
+        is_interrupted = error is not None and error is not self._handled_before
+        files, self._files, self._handled_before = self._files, None, None
         self._steps_before = STEPPED.num_steps
         try:
             if files is not None:
@@ -211,6 +225,24 @@ class DataStatesCheckpointIO(CheckpointIO):
             if not is_interrupted:
                 barrier()  # the others look for files that rank 0 has saved
 
+    @contextlib.contextmanager
+    def copying_at_once(self) -> Iterator[None]:
+        """Inside, each save copies all that it saves before it returns: the weights are about to be written to."""
+        self._has_restless_weights = True
+        try:
+            yield
+        finally:
+            self._has_restless_weights = False
+
+    @contextlib.contextmanager
+    def _succession(self) -> Iterator[Succession]:
+        """That of the files in flight; without any, one for what is to be done at once."""
+        if self._files is not None:
+            yield self._files.succession
+        else:
+            with contextlib.closing(Succession()) as succession:
+                yield succession
+
     def _eager_rule(self, guarded: IsEager) -> IsEager:
         is_lazy = self._is_lazy
         if is_lazy is None:
@@ -219,59 +251,7 @@ class DataStatesCheckpointIO(CheckpointIO):
 
     def __getstate__(self) -> dict[str, Any]:
         """Another process (``ddp_spawn``) starts its own flusher."""
-        return {**self.__dict__, "_files": None, "_steps_before": 0}
-
-
-class _Files:
-    """The files that one process has in flight, from the first save to the end of ``fit``."""
-
-    def __init__(self, config: CheckpointConfig) -> None:
-        self._timeout = config.close_timeout_seconds
-        self.saver = Saver(config, run_id=uuid.uuid4().hex[:12])
-        self.succession = Succession()
-        self._cleaned: set[str] = set()
-        self._told: list[BaseException] = []
-
-    def save(self, checkpoint: Mapping[str, Any], path: str, is_eager: IsEager) -> SaveHandle:
-        path = resolved(path)
-        folder = os.path.dirname(path)
-        if folder not in self._cleaned and os.path.isdir(folder):
-            remove_leftovers(folder)
-        self._cleaned.add(folder)
-        handle = self.saver.save(checkpoint, path, is_eager=is_eager)
-        self.succession.note(handle)
-        return handle
-
-    def wait_for(self, handle: SaveHandle) -> None:
-        """Block until a file is there; raises why it is lost."""
-        try:
-            handle.committed.result(self._timeout)
-        except DataStatesError as error:
-            self._told.append(error)
-            raise
-
-    def wait(self, timeout: float | None) -> None:
-        self.saver.settle(timeout)
-        self.succession.finish(timeout)
-        for error in self.succession.lost.values():
-            if error not in self._told:
-                self._told.append(error)
-                raise error
-
-    def close(self) -> None:
-        """Finish, whatever fails; raises the first file that is lost for good, or what keeps the saver from ending."""
-        with contextlib.ExitStack() as stack:
-            stack.callback(self.succession.close)
-            stack.callback(self._close_saver)
-            self.wait(self._timeout)
-
-    def _close_saver(self) -> None:
-        try:
-            self.saver.close(self._timeout)
-        except DataStatesError as error:
-            if error not in self.succession.failures:
-                raise
-            logger.info("datastates: a later save or removal has made up for it, or it was raised: %s", error)
+        return {**self.__dict__, "_files": None, "_steps_before": 0, "_handled_before": None}
 
 
 def _has_restless_weights(checkpoint: Mapping[str, Any]) -> bool:
@@ -282,6 +262,15 @@ def _has_restless_weights(checkpoint: Mapping[str, Any]) -> bool:
     return any(part.get(key) is not None for part in parts for key in _RESTLESS_KEYS)
 
 
+def _handled_outside() -> BaseException | None:
+    """The exception that the caller of ``fit`` handles; None where there is none, or Lightning handles it."""
+    error = sys.exc_info()[1]
+    if error is None or error.__traceback__ is None:
+        return None
+    catcher = str(error.__traceback__.tb_frame.f_globals.get("__name__"))
+    return None if catcher.startswith(_TRAINERS) else error
+
+
 def _local(path: Any) -> str | None:
     """A path of a local file system without its protocol; None for any other."""
     system, name = url_to_fs(os.fspath(path))
@@ -289,16 +278,29 @@ def _local(path: Any) -> str | None:
 
 
 def _plugin_of(trainer: Any) -> DataStatesCheckpointIO | None:
-    """The plugin of a trainer, also where another one wraps it."""
-    plugin = trainer.strategy.checkpoint_io
+    """The plugin of a trainer, also where another one wraps it.
+
+    Raises:
+        ConfigError: it is wrapped by one that copies all by itself, and never tells it of the end of ``fit``.
+    """
+    outer = plugin = trainer.strategy.checkpoint_io
     while plugin is not None and not isinstance(plugin, DataStatesCheckpointIO):
         plugin = getattr(plugin, "checkpoint_io", None)
+    if plugin is not None and any(kind.__name__ == "AsyncCheckpointIO" for kind in type(outer).__mro__):
+        raise ConfigError(
+            f"{type(plugin).__name__} is asynchronous by itself: give it to the Trainer without the other"
+        )
     return plugin
 
 
 def _repair(callback: Any) -> None:
     """Let ``ModelCheckpoint`` know of files in flight; idempotent, and without effect on other plugins."""
-    for name, wrap in (("file_exists", _file_exists), ("_link_checkpoint", _link_checkpoint)):
+    wraps: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+        "file_exists": _file_exists,
+        "_link_checkpoint": _link_checkpoint,
+        "on_train_batch_end": _on_train_batch_end,
+    }
+    for name, wrap in wraps.items():
         original = getattr(callback, name, None)
         if original is None:
             logger.warning(
@@ -314,17 +316,15 @@ def _repair(callback: Any) -> None:
 
 
 def _file_exists(original: Callable[..., bool]) -> Callable[..., bool]:
-    """A name is taken, too, while its file is in flight: the next one gets another name."""
+    """The names are those that would be there if all that was called for had been done at once."""
 
     @functools.wraps(original)
     def wrapper(self: Any, filepath: Any, trainer: Any) -> bool:
-        if original(self, filepath, trainer):
-            return True
-        if _plugin_of(trainer) is None:
-            return False
-        target = _local(filepath) if trainer.is_global_zero else None
-        is_coming = target is not None and any(saver.has_in_flight(target) for saver in open_savers())
-        return bool(trainer.strategy.reduce_boolean_decision(is_coming, all=False))
+        plugin, target = _plugin_of(trainer), _local(filepath)
+        if plugin is None or target is None:
+            return original(self, filepath, trainer)
+        is_taken = trainer.is_global_zero and plugin.is_taken(resolved(target))
+        return bool(trainer.strategy.reduce_boolean_decision(is_taken, all=False))
 
     return wrapper
 
@@ -341,5 +341,20 @@ def _link_checkpoint(original: Callable[..., None]) -> Callable[..., None]:
         if trainer.is_global_zero:
             plugin.link_checkpoint(filepath, linkpath)
         trainer.strategy.barrier()
+
+    return wrapper
+
+
+def _on_train_batch_end(original: Callable[..., None]) -> Callable[..., None]:
+    """With manual optimization it puts weights of before the step into the model, saves, and puts the others back."""
+
+    @functools.wraps(original)
+    def wrapper(self: Any, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
+        plugin = _plugin_of(trainer)
+        is_restless = not pl_module.automatic_optimization and hasattr(pl_module, "saved_models")
+        with contextlib.ExitStack() as stack:
+            if plugin is not None and is_restless:
+                stack.enter_context(plugin.copying_at_once())
+            original(self, trainer, pl_module, *args, **kwargs)
 
     return wrapper

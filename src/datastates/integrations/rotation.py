@@ -6,7 +6,8 @@ takes the wish and fulfils it when it is safe:
 
 - what is in flight is neither counted nor deleted, nor what the framework protects;
 - what is lost (its save failed, or its job died) is not counted, and deleted once a younger checkpoint is complete;
-- the youngest complete one always stays, and its files are durable before an older one goes.
+- the youngest complete one always stays, and its files are durable before an older one goes;
+- what a further tier is still to get stays until that has it.
 
 When rank 0 knows a checkpoint of this run to be complete, all ranks have settled those before it: they commit in
 the order of the saves. So no rank's flusher works in a folder that is deleted here.
@@ -19,13 +20,14 @@ import logging
 import os
 import threading
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from datastates.deletions import Deletions, is_inside
 from datastates.directories import fsync_directory
 from datastates.errors import DataStatesError
 from datastates.integrations.series import Series, is_complete
 from datastates.removal import finish_removals, remove_folder
+from datastates.saver import open_savers
 from datastates.system_calls import fsync, patiently, storage_errors
 
 logger = logging.getLogger(__name__)
@@ -70,6 +72,8 @@ class Rotation:
 
         A later wish for the same folder takes the place of an earlier one.
         """
+        tiers = next((saver.tiers for saver in open_savers() if saver.tiers), ())
+        series = replace(series, tiers=series.tiers or tiers)
         with self._lock:
             self._asked[series.folder] = series
         self._deletions.ask(_Excess(self, series))
@@ -100,7 +104,8 @@ class Rotation:
             if len(keep) < series.limit:
                 keep.add(path)
         lost = [path for path in settled[: settled.index(youngest)] if path not in complete]
-        doomed = [path for path in (*lost, *complete) if path not in keep and path not in series.protected]
+        excess = [path for path in (*lost, *complete) if path not in keep and path not in series.protected]
+        doomed = [path for path in excess if not series.is_awaited(path)]
         if doomed:
             _make_durable(youngest)
         for path in doomed:

@@ -9,6 +9,7 @@ What a crash leaves under the hidden name can be completed where that record is 
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import shutil
@@ -58,8 +59,11 @@ class SavingFolder:
     def make(self) -> None:
         """Make it, empty, and own it. Raises StorageError: it cannot be made, or another process owns it."""
         with storage_errors("make", self.root):
-            make_directories(self.path)
+            make_directories(self.root)
             self._lock = open_locked(os.path.join(self.root, _LOCK_NAME), os.O_RDWR | os.O_CREAT)
+            if os.path.lexists(self.path):
+                shutil.rmtree(self.path)  # of an interrupted job
+            make_directories(self.path)
 
     def make_durable(self) -> None:
         """Make all files durable that are not lazy: those of the framework, of all ranks."""
@@ -81,11 +85,16 @@ class SavingFolder:
         self.discard()
 
     def discard(self) -> None:
-        """Remove what there is of the hidden folder, and give it up."""
+        """Remove what there is of the hidden folder, and give it up. Waits for the flusher if it still makes files."""
+        deadline = Deadline(OWNER_SECONDS)
         with storage_errors("remove", self.root):
             while os.path.lexists(self.root):
-                with contextlib.suppress(FileNotFoundError):  # the flusher removes its own files meanwhile
+                try:
                     shutil.rmtree(self.root)
+                except OSError as error:
+                    if error.errno not in (errno.ENOENT, errno.ENOTEMPTY) or not deadline.left():
+                        raise
+                    time.sleep(_POLL_SECONDS)
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
@@ -127,9 +136,11 @@ def _complete(folder: SavingFolder, deadline: Deadline) -> None:
         if os.path.isdir(folder.path) and read_commit(folder.path) is not None:
             folder.publish()
             logger.info("%s: completed, an interrupted run had left it so", folder.target)
-        else:
+        elif os.path.isdir(folder.path):
             folder.discard()
             logger.warning("%s was never completed, what there was of it is removed", folder.target)
+        else:  # nothing was saved yet, or it has its name
+            folder.discard()
 
 
 def _is_at_work(path: str) -> bool:

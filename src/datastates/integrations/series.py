@@ -16,6 +16,9 @@ from datastates.deadline import Deadline
 from datastates.errors import CorruptCheckpointError, DataStatesError
 from datastates.manifest import LATEST_NAME, read_commit
 from datastates.storage import write_atomically
+from datastates.tier_settings import TierSettings
+from datastates.tiers.first_tier import name_below
+from datastates.tiers.marks import is_awaited
 
 logger = logging.getLogger(__name__)
 
@@ -38,12 +41,14 @@ class Series:
         prefix: of their names; the rest is a number.
         limit: how many complete ones to keep, at least 1.
         protected: folders that must stay, though they count.
+        tiers: where checkpoints are carried to: nothing goes from the first one before the others have it.
     """
 
     folder: str
     prefix: str
     limit: int
     protected: frozenset[str] = frozenset()
+    tiers: tuple[TierSettings, ...] = ()
 
     def numbers(self) -> dict[str, int]:
         """The number of each checkpoint's folder, by its path."""
@@ -55,6 +60,10 @@ class Series:
                 if match and entry.is_dir(follow_symlinks=False):
                     found[os.path.join(self.folder, entry.name)] = int(match[1])
         return found
+
+    def is_awaited(self, path: str) -> bool:
+        """Whether a further tier is still to get the DeepSpeed part of one of these checkpoints."""
+        return any(_is_awaited(part, self.tiers) for part in _parts(path))
 
 
 def is_complete(folder: str) -> bool:
@@ -127,6 +136,16 @@ def _parts(folder: str) -> list[str]:
 
 def _found(folder: str, patterns: tuple[str, ...]) -> list[str]:
     return [path for pattern in patterns for path in glob.glob(os.path.join(glob.escape(folder), pattern))]
+
+
+def _is_awaited(directory: str, tiers: tuple[TierSettings, ...]) -> bool:
+    if not tiers or name_below(tiers[0].path, directory) is None:
+        return False
+    try:
+        record = read_commit(directory)
+    except CorruptCheckpointError:
+        return False
+    return record is not None and is_awaited(directory, record.attempt, tiers)
 
 
 def _is_committed(directory: str) -> bool:

@@ -39,7 +39,8 @@ class SteppedOptimizers:
             since: only of those that have stepped since `num_steps` was this.
         """
         with self._lock:
-            found = [optimizer for optimizer, number in self._last_steps.items() if number > since]
+            stepped = [optimizer for optimizer, number in self._last_steps.items() if number > since]
+        found = [optimizer for optimizer in stepped if not _swaps_weights(optimizer)]
         guarded = frozenset(
             tensor.untyped_storage().data_ptr()
             for optimizer in found
@@ -56,6 +57,14 @@ class SteppedOptimizers:
         with self._lock:
             self._num_steps += 1
             self._last_steps[optimizer] = self._num_steps
+
+
+def _swaps_weights(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it has a mode for training and one for evaluation: it writes to the parameters when it changes.
+
+    Source: schedulefree 1.4, whose optimizers ``transformers.Trainer`` and many loops know by these two methods.
+    """
+    return callable(getattr(optimizer, "eval", None)) and callable(getattr(optimizer, "train", None))
 
 
 def _tensors_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:

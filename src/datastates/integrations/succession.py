@@ -38,6 +38,7 @@ class Succession:
         self._in_order: dict[str, Future[CommitResult]] = {}  # the youngest save of each path, oldest first
         self._doomed: set[str] = set()
         self._held: set[str] = set()  # those of the doomed whose moment has come, but something is in the way
+        self._going = ""  # the one that is being removed
         self._links: dict[str, str] = {}  # by link: what it shall point to
         self._lost: dict[str, BaseException] = {}
         self._failures: list[BaseException] = []
@@ -78,17 +79,30 @@ class Succession:
             self._follow_ups.after(awaited, lambda error: self._moment_has_come(path, error if is_younger else None))
 
     def link(self, target: str, link: str) -> None:
-        """Let a symbolic link point to a file once it is there, in place of what has the link's name until then."""
+        """Let a symbolic link point to a file once it is there, in place of what has the link's name until then.
+
+        A file that is neither there nor in flight may come yet: its save is waited for, too.
+        """
         target, link = resolved(target), resolved(link)
         if target == link:
             return
         with self._lock:
             self._links[link] = target
             awaited = self._in_order.get(target)
-        if awaited is None:
-            self._link(target, link)
-        else:
+        if awaited is not None:  # behind the links and removals that were asked for earlier
             self._follow_ups.after(awaited, lambda error: self._link(target, link) if error is None else None)
+        elif os.path.lexists(target):
+            self._link(target, link)
+
+    def is_doomed(self, path: str) -> bool:
+        """Whether a file is still there only because its moment has not come."""
+        with self._lock:
+            return path in self._doomed or path == self._going
+
+    def awaits_link(self, link: str) -> bool:
+        """Whether there will be a link of that name."""
+        with self._lock:
+            return link in self._links
 
     def finish(self, timeout: float | None = None) -> None:
         """Block until all saves have settled, and all is done that could be. See `FollowUps.finish`."""
@@ -100,13 +114,18 @@ class Succession:
 
     def _settled(self, path: str, error: BaseException | None) -> None:
         with self._lock:
+            links = [link for link, target in self._links.items() if target == path]
             if error is None:
                 self._lost.pop(path, None)
             else:
                 self._failures.append(error)
                 if path not in self._doomed:
                     self._lost[path] = error
+                for link in links:
+                    del self._links[link]
         if error is None:
+            for link in links:
+                self._link(path, link)
             self._try_held()
 
     def _moment_has_come(self, path: str, error: BaseException | None) -> None:
@@ -132,6 +151,7 @@ class Succession:
             self._doomed.discard(path)
             self._held.discard(path)
             self._in_order.pop(path, None)
+            self._going = path
         try:
             with storage_errors("remove", path):
                 if os.path.isdir(path) and not os.path.islink(path):
@@ -142,12 +162,14 @@ class Succession:
             logger.warning("%s stays, it cannot be removed: %s", path, error)
         else:
             logger.debug("%s: removed", path)
+        finally:
+            with self._lock:
+                self._going = ""
 
     def _link(self, target: str, link: str) -> None:
         with self._lock:
             if self._links.get(link) != target:
                 return  # it shall point elsewhere by now
-            del self._links[link]
         directory = os.path.dirname(link)
         temporary = temporary_path(link)
         with storage_errors("link", link):
@@ -158,6 +180,9 @@ class Succession:
             patiently(os.symlink, os.path.relpath(target, directory), temporary)
             patiently(os.replace, temporary, link)
             fsync_directory(directory)
+        with self._lock:  # not before: whoever asks for the name finds the wish or the link
+            if self._links.get(link) == target:
+                del self._links[link]
         self._try_held()
 
 

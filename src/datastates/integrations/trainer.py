@@ -113,13 +113,17 @@ def deepspeed_load_checkpoint(original: Callable[..., None]) -> Callable[..., No
 
 
 def save_model(original: Callable[..., None]) -> Callable[..., None]:
-    """Who calls it wants the files: under ZeRO-3 they may be a checkpoint of DeepSpeed."""
+    """Who calls it wants the files: under ZeRO-3 they may be a checkpoint of DeepSpeed. Raises why that one is lost."""
 
     @functools.wraps(original)
     def wrapper(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
         original(self, output_dir, _internal_call)
-        if not _internal_call:
-            settle()
+        if _internal_call:
+            return
+        folder = os.path.realpath(self.args.output_dir if output_dir is None else output_dir)
+        settle()
+        for error in (error for saver in open_savers() for error in saver.losses_in(folder)):
+            raise error
 
     return wrapper
 
@@ -171,5 +175,5 @@ def _fault_of(folder: str) -> str:
 
 def _delete_all_but(best: str, series: Series) -> None:
     for path in series.numbers():
-        if not os.path.samefile(path, best):
+        if not os.path.samefile(path, best) and not series.is_awaited(path):
             remove_folder(path)

@@ -20,24 +20,26 @@ import functools
 import logging
 import os
 import uuid
-from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar, cast
 
+import torch
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
 from datastates.attempt import Attempt
 from datastates.config import CheckpointConfig
 from datastates.errors import CheckpointNotFoundError, ConfigError, DataStatesError
-from datastates.integrations.agreement import agreed, barrier
+from datastates.formats.safetensors import plan_flat
+from datastates.integrations.agreement import agreed, barrier, done_by_all
 from datastates.integrations.follow_ups import FollowUps
-from datastates.integrations.save_calls import diverted
+from datastates.integrations.save_calls import Divert, diverted
 from datastates.integrations.saving_folders import SavingFolder, complete_interrupted
 from datastates.integrations.series import Series
 from datastates.integrations.stepped import STEPPED
 from datastates.removal import remove_folder
 from datastates.saver import Saver
-from datastates.state import named_tensors
+from datastates.state import EagerRule, named_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +70,7 @@ def use_datastates(trainer: AnyTrainer, host_cache_gb: float = 4, **settings: An
     """
     config = CheckpointConfig.from_section({"host_cache_size": host_cache_gb, **settings})
     config.require_shared_directory("this Trainer")
+    config.refuse_tiers("this Trainer")
     if config.format is not None or config.when_busy != "queue":
         raise ConfigError("format and when_busy cannot be set: the Trainer names its files, and counts on each of them")
     if trainer.is_deepspeed_enabled:  # type: ignore[attr-defined]
@@ -114,15 +117,14 @@ class _Checkpoints:
 
     def train(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Complete what the last run has left, train, and wait for all checkpoints."""
-        output_dir = self._trainer.args.output_dir
-        agreed(lambda: complete_interrupted(output_dir, PREFIX))
+        done_by_all(self._clean_up)
         self._since = STEPPED.num_steps
         try:
             result = original(*args, **kwargs)
         except BaseException:
             self._close_quietly()
             raise
-        agreed(self._close)
+        done_by_all(self._close)
         return result
 
     def save_checkpoint(self, original: Callable[..., None], model: Any, trial: Any = None) -> None:
@@ -139,6 +141,11 @@ class _Checkpoints:
         else:
             self._write(folder, directory, [], original, model, trial)
             barrier()
+
+    def _clean_up(self) -> None:
+        """Complete or remove what an interrupted job has left where this rank saves."""
+        if self._trainer.args.should_save:
+            _complete_all(self._trainer.args.output_dir)
 
     def settle(self) -> None:
         """Block until all checkpoints are there, or lost."""
@@ -204,9 +211,11 @@ class _Checkpoints:
         trainer, state = self._trainer, self._trainer.state
 
         def rename_best() -> None:
-            best = state.best_model_checkpoint
+            best, step = state.best_model_checkpoint, state.best_global_step
             if best is not None and os.path.dirname(best) == folder.root:
                 state.best_model_checkpoint = os.path.join(directory, os.path.basename(best))
+            elif step and os.path.isdir(path := os.path.join(directory, f"{PREFIX}{step}")):
+                state.best_model_checkpoint = path  # the run's folder may have been moved since
 
         def save_to_json(path: str) -> None:
             rename_best()
@@ -218,8 +227,7 @@ class _Checkpoints:
                 (trainer, "_push_from_checkpoint", pushes.append),
                 (state, "save_to_json", save_to_json),
             ):
-                setattr(owner, name, value)
-                undo.callback(delattr, owner, name)
+                undo.enter_context(_replaced(owner, name, value))
             original(model, trial)
         rename_best()
 
@@ -229,16 +237,24 @@ class _Checkpoints:
             self._follow_ups = FollowUps("datastates-trainer")
         return self._saver, self._follow_ups
 
-    def _divert(self, saver: Saver, attempt: Attempt, folder: SavingFolder) -> Callable[[object, str], bool]:
-        is_eager = STEPPED.eager_rule(self._since)
+    def _divert(self, saver: Saver, attempt: Attempt, folder: SavingFolder) -> Divert:
+        """What is offered the files of one checkpoint: the large ones are saved lazily."""
+        restless, torn = STEPPED.eager_rule(self._since), saver.torn_fqns
+        rule = EagerRule(self._config.eager_bytes, lambda fqn, tensor: fqn in torn or restless(fqn, tensor))
 
-        def divert(state: object, path: str) -> bool:
+        def divert(state: object, path: str, *, is_flat: bool) -> bool:
             if not os.path.realpath(path).startswith(folder.path + os.sep):
                 return False
             tensors = [tensor for _, tensor in named_tensors(state).values()]
             if sum(tensor.numel() * tensor.itemsize for tensor in tensors) <= self._config.eager_bytes:
                 return False
-            saver.save(state, path, attempt=attempt, is_eager=is_eager)
+            if is_flat:
+                flat = cast(dict[str, torch.Tensor], state)
+                saver.save_plan(lambda captures: plan_flat(flat, captures.capture, rule), path, attempt=attempt)
+            elif path.endswith(".safetensors"):
+                return False  # a pickle, whatever its name says
+            else:
+                saver.save(state, path, attempt=attempt, is_eager=restless)
             return True
 
         return divert
@@ -259,7 +275,7 @@ class _Checkpoints:
         """As the Trainer does it: the youngest stays, and the best; those of this run are younger than all others."""
         numbers = Series(run_dir, PREFIX, limit).numbers()
         ranked = sorted(numbers, key=lambda path: (self._order.get(path, 0), numbers[path]))
-        keep = {ranked[-1]}
+        keep = set(ranked[-1:])
         if best is not None and os.path.realpath(best) in numbers:
             keep.add(os.path.realpath(best))
         for path in reversed(ranked):
@@ -298,6 +314,21 @@ class _Checkpoints:
             logger.exception("datastates: not all checkpoints are there")
 
 
+@contextlib.contextmanager
+def _replaced(owner: object, name: str, value: object) -> Iterator[None]:
+    """Give one object another attribute for a while, whether it had one of its own or that of its class."""
+    own = vars(owner)
+    before = own.get(name, own)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if before is own:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
+
+
 class _Settle(TrainerCallback):
     """All checkpoints are there before the Trainer, or another callback, looks at them at the end of the training.
 
@@ -316,9 +347,19 @@ class _Settle(TrainerCallback):
         self._end(state)
 
     def _end(self, state: Any) -> None:
-        state.best_model_checkpoint = agreed(self._checkpoints.end)
+        state.best_model_checkpoint = done_by_all(self._checkpoints.end)
+
+
+def _complete_all(output_dir: str) -> None:
+    """`complete_interrupted`, and the folders that the Trainer makes on SIGTERM before it calls for the save."""
+    complete_interrupted(output_dir, PREFIX)
+    for path in Series(os.path.realpath(output_dir), PREFIX, 1).numbers():
+        if os.listdir(path) == [_UNFINISHED_MARK]:
+            remove_folder(path)
 
 
 def _last_checkpoint(output_dir: str) -> str | None:
-    complete_interrupted(output_dir, PREFIX)
-    return get_last_checkpoint(output_dir) if os.path.isdir(output_dir) else None  # type: ignore[no-untyped-call]
+    if not os.path.isdir(output_dir):
+        return None
+    _complete_all(output_dir)
+    return cast("str | None", get_last_checkpoint(output_dir))  # type: ignore[no-untyped-call]
