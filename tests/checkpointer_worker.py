@@ -221,6 +221,47 @@ def what_fails_on_one_rank_is_told_on_all_and_the_next_is_saved(folder: Path) ->
     checkpointer.close()
 
 
+def a_late_rank_and_one_that_fails_keep_nobody_from_saving(folder: Path) -> None:
+    state = {"model": {"a": torch.zeros(9), "b": torch.zeros(9)}}
+    with make(folder, replicated=True, commit_timeout_seconds=1.0) as checkpointer:
+        if RANK == 0:
+            assert "ranks 1, 2 have not come within 1 s" in raised(WaitTimeoutError, checkpointer.save, 1, state)
+        distributed.barrier()
+        if RANK > 0:  # they find what rank 0 has told
+            checkpointer.save(1, state).committed.exception(60)
+        distributed.barrier()
+        checkpointer.save(2, state).committed.result(60)
+        distributed.barrier()
+        assert checkpointer.steps() == [2]
+    with make(folder, replicated=True) as checkpointer:
+        for step in (3, 4):  # one fails before it says what its structure is
+            metrics = {"loss": "none" if RANK == 1 else 1.0}
+            if RANK == 1:
+                assert "the metric 'loss'" in raised(StateError, checkpointer.save, step, state, metrics=metrics)
+            else:
+                error = checkpointer.save(step, state, metrics=metrics).committed.exception(20)
+                assert isinstance(error, CommitError), error
+                assert "'loss'" in error.ranks[1], error.ranks
+        distributed.barrier()
+        checkpointer.save(5, state, block=True)
+        distributed.barrier()
+        assert checkpointer.steps() == [2, 5]
+
+
+def a_load_that_fails_on_one_rank_fails_on_all(folder: Path) -> None:
+    class Refusing(Position):
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            raise KeyError(f"not {state['value']}")
+
+    with make(folder) as checkpointer:
+        checkpointer.save(1, {"position": Position()})
+        for load in (checkpointer.load_latest, checkpointer.resume):
+            target = {"position": Refusing() if RANK == 1 else Position()}
+            told = raised(KeyError if RANK == 1 else DataStatesError, load, target)
+            assert ("not 0" if RANK == 1 else "has failed on rank 1: KeyError: 'not 0'") in told, told
+        assert checkpointer.resume({"position": Position()}) == 1
+
+
 def different_steps_and_busy_ranks(folder: Path) -> None:
     with make(folder, when_busy="skip") as checkpointer:
         if RANK == 0:
@@ -264,6 +305,8 @@ def act_as_one(path: str) -> None:
         all_fall_back_together,
         what_was_not_the_same_is_not_loaded,
         what_fails_on_one_rank_is_told_on_all_and_the_next_is_saved,
+        a_late_rank_and_one_that_fails_keep_nobody_from_saving,
+        a_load_that_fails_on_one_rank_fails_on_all,
         different_steps_and_busy_ranks,
         one_signal_ends_all_at_the_same_step,
     ):

@@ -372,6 +372,59 @@ def test_closed_and_forked_ones_say_so(make_checkpointer):
         checkpointer.save(3, {"w": torch.ones(1)})
 
 
+def test_a_forked_child_does_not_wait_for_what_only_the_parent_hears_of(make_checkpointer):
+    checkpointer = make_checkpointer()
+    flusher = checkpointer._saver.flusher_pid
+    os.kill(flusher, signal.SIGSTOP)
+    try:
+        checkpointer.save(1, {"w": torch.ones(1)})
+        calls = (checkpointer.wait, checkpointer.wait_staged, checkpointer.load_latest, lambda: checkpointer.pin(1))
+        for call in calls:
+            child = os.fork()
+            if child == 0:
+                signal.alarm(30)
+                status = 1
+                try:
+                    call()
+                except ClosedError as error:
+                    status = 0 if "belongs to process" in str(error) else 2
+                finally:
+                    os._exit(status)
+            assert os.waitpid(child, 0)[1] == 0
+    finally:
+        os.kill(flusher, signal.SIGCONT)
+
+
+def test_steps_of_numpy_and_torch_are_numbers(make_checkpointer):
+    checkpointer = make_checkpointer()
+    checkpointer.save(numpy.int64(5), {"w": torch.ones(1)}, metrics={"loss": 1}, block=True)
+    assert checkpointer.load(torch.tensor(5)).step == 5
+    assert checkpointer.metrics(numpy.uint8(5)) == {"loss": 1.0}
+    checkpointer.pin(numpy.int32(5))
+    assert checkpointer.pinned() == [5]
+    with pytest.raises(StateError, match=r"step is \d+, expected a number from 0 to 2\*\*63 - 1"):
+        checkpointer.save(2**63, {"w": torch.ones(1)})
+    with pytest.raises(StateError, match="metrics is 3, expected names and numbers"):
+        checkpointer.save(6, {"w": torch.ones(1)}, metrics=3)
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ("model", "names is 'model', expected names of entries"),
+        ([3], r"names is \[3\], expected names"),
+        (["modle"], "names has 'modle', and there is no such entry to load into; near names: 'model'"),
+    ],
+)
+def test_names_of_entries_that_are_none_are_named(make_checkpointer, names, message):
+    checkpointer = make_checkpointer()
+    checkpointer.save(1, {"model": torch.ones(1)})
+    state = {"model": torch.zeros(1)}
+    with pytest.raises(StateError, match=message):
+        checkpointer.load_latest(state, names=names)
+    assert state["model"] == 0
+
+
 # ------------------------------------------------------------------------------- what stays and what goes
 
 
@@ -486,6 +539,19 @@ def test_going_back_to_an_older_step_makes_what_is_saved_then_the_newest(make_ch
     again.wait()
     assert again.steps() == [30, 15, 20]
     assert (again.load_latest().step, again.latest_step) == (20, 20)
+
+
+def test_what_another_one_has_saved_to_the_folder_meanwhile_is_older(make_checkpointer):
+    first, second = make_checkpointer(keep_last=2), make_checkpointer(keep_last=2)
+    for step in range(1, 6):
+        first.save(step, {"w": torch.ones(3)}, block=True)
+    save_all(second, (10,))
+    second.wait()
+    assert second.steps() == [5, 10]
+    second.save(11, {"w": torch.ones(3)}, block=True)
+    assert (second.steps(), second.load_latest().step) == ([10, 11], 11)
+    first.save(6, {"w": torch.ones(3)}, block=True)
+    assert (first.steps(), first.load_latest().step) == ([11, 6], 6)
 
 
 def test_a_step_that_exists_is_replaced_when_the_new_one_is_durable(make_checkpointer):

@@ -15,7 +15,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from datastates.checkpoints import pins, random_states
+from datastates import pins
+from datastates.checkpoints import random_states
 from datastates.checkpoints.excess import Claims, Excess
 from datastates.checkpoints.parts import join_parts, split
 from datastates.checkpoints.steps import StepFolder
@@ -315,6 +316,8 @@ def test_foreign_names_links_and_incomplete_ones_are_neither_counted_nor_deleted
     for name in ("step07", "step-1", "step8.bak", "Step8", "notes"):
         (run / name).mkdir()
     (run / "step8").write_text("a file")
+    (run / "step10").symlink_to("step10")
+    (run / "step11").symlink_to("nowhere")
     before = sorted(path.name for path in run.iterdir())
     Excess(StepFolder(str(run)), RetentionPolicy(keep_last=1), None, Claims()).delete([])
     assert sorted(path.name for path in run.iterdir()) == [name for name in before if name not in ("step1", "step2")]

@@ -55,6 +55,8 @@ def test_replicated_entries_are_written_once_and_loaded_by_any_number_of_ranks(j
         "all_fall_back_together",
         "what_was_not_the_same_is_not_loaded",
         "what_fails_on_one_rank_is_told_on_all_and_the_next_is_saved",
+        "a_late_rank_and_one_that_fails_keep_nobody_from_saving",
+        "a_load_that_fails_on_one_rank_fails_on_all",
         "different_steps_and_busy_ranks",
         "one_signal_ends_all_at_the_same_step",
     ],
@@ -173,6 +175,19 @@ def test_handlers_of_the_user_are_called_and_put_back(checkpointer):
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_forked_child_ends_by_the_signal(checkpointer):
+    """A worker of a pool, which inherits the handler, is ended by SIGTERM."""
+    with checkpointer.preemption() as preemption:
+        child = os.fork()
+        if child == 0:
+            signal.alarm(30)
+            os.kill(os.getpid(), signal.SIGTERM)
+            while True:
+                signal.pause()
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+        assert not preemption.requested
 
 
 # --------------------------------------------------------------------------------------------- the ranks

@@ -13,7 +13,6 @@
 from __future__ import annotations
 
 import atexit
-import itertools
 import logging
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
@@ -25,8 +24,9 @@ from typing import Any
 
 from torch import distributed
 
+from datastates import pins
 from datastates.attempt import Attempt, SaveHandle
-from datastates.checkpoints import options, pins
+from datastates.checkpoints import options
 from datastates.checkpoints.excess import Claims, Excess
 from datastates.checkpoints.files import Files
 from datastates.checkpoints.loader import LoadedStep, Loader, LoadOptions
@@ -47,7 +47,7 @@ from datastates.ranks import Ranks, agree_on_run
 from datastates.saver import Saver
 from datastates.spares import remove_spares
 from datastates.state import IsEager
-from datastates.tiers.fetching import fetch_newest
+from datastates.tiers.nearest import FETCH_SECONDS, fetch_named, fetch_newest
 from datastates.when_busy import Start, agree_on_start
 
 __all__ = ["Checkpointer", "LoadedStep", "Preemption", "SaveHandle", "SaveTotals"]
@@ -132,7 +132,7 @@ class Checkpointer:
         self._ranks = Ranks.on_host(group)
         run_id = agree_on_run(self._ranks)
         self._nodes = agree_on_nodes(self._ranks, self.config, run_id)
-        self._serials = itertools.count(1 + self._open_folder())
+        self._last_serial = self._open_folder()
         self._files = Files(
             self._ranks,
             run_id,
@@ -197,7 +197,8 @@ class Checkpointer:
             DataStatesError: with ``block``: this save, or one before it, has failed.
         """
         begin = now()
-        tag = tag_of(options.checked_step(step))
+        step = options.checked_step(step)
+        tag = tag_of(step)
         directory = self._steps.path(step)
         with self._claims.saving(directory):
             attempt = self._begin(directory, tag)
@@ -205,11 +206,12 @@ class Checkpointer:
                 values = options.checked_metrics(metrics, self._metric)
                 if pins.is_pinned(directory):
                     raise StateError(f"{directory} is pinned, and is not replaced: call unpin({step}) first")
-                serial = next(self._serials)
+                serial = self._next_serial()
                 handle = self._files.save(self._saver, attempt, step, serial, state, values, is_eager)
                 self._saver.commit(attempt)
             except BaseException as error:
                 self._saver.abort(attempt, f"{type(error).__name__}: {error}")
+                self._files.decline()
                 raise
         self._totals.follow(attempt.committed, step, now() - begin)
         if self._policy is not None and self._is_first and not attempt.is_skipped:
@@ -289,8 +291,9 @@ class Checkpointer:
             CorruptCheckpointError: it is damaged.
             DataStatesError: as `load_latest`.
         """
-        options.checked_step(step)
+        step = options.checked_step(step)
         self._settle_for_load()
+        self._fetch_step(step)
         wanted = LoadOptions(strict, check, map_location, weights_only)
         return Loader(self._steps, self._ranks, wanted, self._nodes).load(step, into, names)
 
@@ -361,10 +364,11 @@ class Checkpointer:
         Raises:
             CheckpointNotFoundError: there is no complete checkpoint of this step.
         """
-        options.checked_step(step)
-        self._saver.wait_for(self._steps.path(step))
-        record = self._steps.find(step)
-        pins.pin(record.path)
+        step = options.checked_step(step)
+        path = self._steps.path(step)
+        self._saver.wait_for(path)
+        with self._claims.saving(path):  # or it might be removed between the look and the pin
+            pins.pin(self._steps.find(step).path)
 
     def unpin(self, step: int) -> None:
         """Let the checkpoint of a step go when it is its time, at the next save. Idempotent.
@@ -505,6 +509,14 @@ class Checkpointer:
         agree_on_whole(self._nodes, self.directory)
         return serial
 
+    def _next_serial(self) -> int:
+        """Higher than any in the folder, also where another `Checkpointer` has saved there since this one was made."""
+        if self._nodes is None and self._is_first:
+            newest = self._steps.latest_serial(besides=self.stats.last_committed)
+            self._last_serial = max(self._last_serial, newest)
+        self._last_serial += 1
+        return self._last_serial
+
     def _settle_for_load(self) -> None:
         """Nothing is in flight, and nothing is deleted while it is looked at."""
         self._saver.wait_staged()
@@ -515,7 +527,14 @@ class Checkpointer:
         """What another tier alone has, and was committed later than all that is here, comes here first."""
         tiers = self.config.all_tiers
         if len(tiers) > 1:
-            self._ranks.agree(lambda: fetch_newest(tiers, self.directory))
+            self._ranks.agree_at_leisure(lambda: fetch_newest(tiers, self.directory), FETCH_SECONDS)
+
+    def _fetch_step(self, step: int) -> None:
+        """A step that is not whole here comes from the nearest tier that has it."""
+        tiers = self.config.all_tiers
+        if len(tiers) > 1:
+            path = os.path.join(self.directory, tag_of(step))
+            self._ranks.agree_at_leisure(lambda: fetch_named(tiers, path), FETCH_SECONDS)
 
     def _close_seconds(self) -> float:
         left = None if self._preemption is None else self._preemption.seconds_left

@@ -8,11 +8,11 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from datastates.checkpoints.pins import is_pinned
 from datastates.checkpoints.steps import StepFolder, StepRecord
 from datastates.deletions import is_inside
 from datastates.errors import StorageError
 from datastates.manifest import read_commit, read_latest
+from datastates.pins import is_pinned
 from datastates.removal import finish_removals, remove_checkpoint
 from datastates.retention import RetentionPolicy
 from datastates.tier_settings import TierSettings

@@ -51,7 +51,9 @@ class Files:
         self._suffix = suffix
         self._timeout = timeout
         self._is_compared = False
+        self._has_told = False  # this rank's structure, and not heard of all others yet
         self._num_compared = 0
+        self._has_compared = False  # in the save that is being made
 
     def save(
         self,
@@ -70,15 +72,19 @@ class Files:
             WaitTimeoutError: at the first save with such entries: not all ranks save.
         """
         check_entries(state)
+        path = os.path.join(attempt.path, file_name(self._ranks.rank, self._suffix))
+        if attempt.is_skipped:
+            return saver.save({}, path, attempt=attempt)
         tree, shared = self._tree(state)
         rank = self._ranks.rank
-        if rank == self._sharers[0] and not attempt.is_skipped:
+        if rank == self._sharers[0]:
             entries = (*state, RANDOM_STATES) if self._saves_random_states else tuple(state)
             summary = Summary(step, serial, self._ranks.size, self._suffix, entries, shared, metrics)
             # before the state: what is staged then is the whole checkpoint, which outlives this process
             saver.save(summary.to_state(), os.path.join(attempt.path, summary_name(self._suffix)), attempt=attempt)
-        path = os.path.join(attempt.path, file_name(rank, self._suffix))
-        return saver.save(tree, path, attempt=attempt, is_eager=eager_rule(state, is_eager))
+        handle = saver.save(tree, path, attempt=attempt, is_eager=eager_rule(state, is_eager))
+        self._has_compared = False
+        return handle
 
     def _tree(self, state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Shared]]:
         """What this rank's file holds, and where the replicated entries lie."""
@@ -107,19 +113,37 @@ class Files:
             tree[RANDOM_STATES] = random_states.capture()
         return tree, shared
 
+    def decline(self) -> None:
+        """This rank could not save: the others need not wait for its structure, and compare at their next save."""
+        has_compared, self._has_compared = self._has_compared, False
+        if self._replicated and not (self._is_compared or has_compared or self._has_told):
+            self._ranks.tell(self._comparison, json.dumps(None))
+            self._num_compared += 1
+
+    @property
+    def _comparison(self) -> str:
+        """The name of the one that is next, the same on all ranks: each answers once to each."""
+        return f"datastates/{self._run_id}/{self._num_compared}"
+
     def _compare(self, fingerprints: dict[str, int]) -> None:
         """Until it was so once: do all ranks have the same structure? A mistake shows here, rather than at a load."""
         if self._is_compared:
             return
-        self._num_compared += 1
-        name = f"datastates/{self._run_id}/{self._num_compared}"
+        if not self._has_told:
+            self._ranks.tell(self._comparison, json.dumps(fingerprints))
+            self._has_told = True
         try:
-            known = self._ranks.exchange(name, json.dumps(fingerprints), self._timeout)
-        except WaitTimeoutError as error:
+            known = [json.loads(found) for found in self._ranks.hear(self._comparison, self._timeout)]
+        except WaitTimeoutError as error:  # whoever comes later finds what this rank has told, and does not tell again
             raise WaitTimeoutError(f"replicated entries are compared when they are first saved: {error}") from error
+        self._has_told = False
+        self._has_compared = True
+        self._num_compared += 1
+        if None in known:  # that rank gives this checkpoint up, which all will hear
+            return
         for rank, found in enumerate(known):
             for name, fingerprint in fingerprints.items():
-                if json.loads(found).get(name) != fingerprint:
+                if found.get(name) != fingerprint:
                     message = (
                         f"{name!r} is declared as replicated, and is not the same on all ranks: names, dtypes or shapes"
                         f" of rank {rank} are others than those of rank {self._ranks.rank}"

@@ -12,7 +12,9 @@ from datastates.checkpoints.loads import StepLoad
 from datastates.checkpoints.search import Search, nothing_found
 from datastates.checkpoints.states import RANDOM_STATES, check_entries
 from datastates.checkpoints.steps import StepFolder, StepRecord
+from datastates.errors import StateError
 from datastates.formats.request import MapLocation
+from datastates.fqns import near
 from datastates.nodes.grouping import Nodes
 from datastates.ranks import Ranks
 
@@ -60,7 +62,8 @@ class Loader:
     def load(self, step: int, into: MutableMapping[str, Any] | None, names: Iterable[str] | None) -> LoadedStep:
         """See `Checkpointer.load`."""
         record = self._search.of_step(step)
-        return self._loaded(record, {}, into, names)
+        with self._ranks.together(f"loading {record.path}"):
+            return self._loaded(record, {}, into, names)
 
     def load_latest(
         self, into: MutableMapping[str, Any] | None, names: Iterable[str] | None, *, missing_ok: bool
@@ -68,7 +71,8 @@ class Loader:
         """See `Checkpointer.load_latest`."""
         found = self._search.newest()
         if found.record is not None:
-            return self._loaded(found.record, found.skipped, into, names)
+            with self._ranks.together(f"loading {found.record.path}"):
+                return self._loaded(found.record, found.skipped, into, names)
         if missing_ok and not found.skipped:
             return None
         raise nothing_found(self._steps.directory, found.skipped)
@@ -82,11 +86,12 @@ class Loader:
                 raise nothing_found(self._steps.directory, found.skipped)
             logger.info("%s has no complete checkpoint: a fresh start", self._steps.directory)
             return None
-        self._loaded(record, found.skipped, state, None)
-        generators = self._of(record).random_states()
-        if generators is not None:
-            random_states.restore(generators)
-        elif RANDOM_STATES in record.summary.entries:
+        with self._ranks.together(f"resuming from {record.path}"):
+            self._loaded(record, found.skipped, state, None)
+            generators = self._of(record).random_states()
+            if generators is not None:
+                random_states.restore(generators)
+        if generators is None and RANDOM_STATES in record.summary.entries:
             logger.warning(
                 "%s was saved by %d ranks, this job has %d: the random states are not restored",
                 record.path,
@@ -109,10 +114,23 @@ class Loader:
     ) -> LoadedStep:
         load = self._of(record)
         if into is None:
-            state: Mapping[str, Any] = {name: load.load(name) for name in (load.entries() if names is None else names)}
+            wanted = load.entries() if names is None else _checked_names(names)
+            state: Mapping[str, Any] = {name: load.load(name) for name in wanted}
         else:
-            check_entries(into)
-            for name in list(into) if names is None else names:
+            state = check_entries(into)
+            for name in list(into) if names is None else _checked_names(names, into):
                 load.restore(into, name, strict=self._options.strict)
-            state = into
         return LoadedStep(record.step, record.path, state, dict(record.metrics), dict(skipped))
+
+
+def _checked_names(names: Iterable[str], into: Mapping[str, Any] | None = None) -> list[str]:
+    """Names of entries, all of them texts and among ``into``. Raises StateError."""
+    wanted = names if isinstance(names, str) else list(names)
+    if isinstance(wanted, str) or not all(isinstance(name, str) for name in wanted):
+        raise StateError(f"names is {wanted!r}, expected names of entries, such as ['model']")
+    for name in wanted:
+        if into is not None and name not in into:
+            raise StateError(
+                f"names has {name!r}, and there is no such entry to load into{near(name, list(into))}", name
+            )
+    return wanted

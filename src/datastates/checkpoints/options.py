@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Collection, Mapping, Sequence
-from typing import SupportsFloat
+from typing import SupportsFloat, SupportsIndex
 
 from datastates.config import CheckpointConfig
 from datastates.errors import ConfigError, StateError
@@ -64,11 +65,15 @@ def replicated_of(found: bool | Collection[str]) -> bool | frozenset[str]:
     return frozenset(found)
 
 
-def checked_step(step: int) -> int:
-    """The step, if it can be one. Raises StateError."""
-    if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < _MAX_STEP:
-        raise StateError(f"step is {step!r}, expected a number from 0")
-    return step
+def checked_step(step: SupportsIndex) -> int:
+    """The step as Python's own number, if it can be one: also of an integer of numpy or torch. Raises StateError."""
+    try:
+        number = -1 if isinstance(step, bool) else operator.index(step)
+    except TypeError:
+        number = -1
+    if not 0 <= number < _MAX_STEP:
+        raise StateError(f"step is {step!r}, expected a number from 0 to 2**63 - 1")
+    return number
 
 
 def checked_metrics(metrics: Mapping[str, Metric] | None, needed: str | None) -> dict[str, float]:
@@ -81,6 +86,8 @@ def checked_metrics(metrics: Mapping[str, Metric] | None, needed: str | None) ->
     Raises:
         StateError: one is no number, or missing.
     """
+    if metrics is not None and not isinstance(metrics, Mapping):
+        raise StateError(f"metrics is {metrics!r}, expected names and numbers: {{'loss': 0.5}}")
     values: dict[str, float] = {}
     for name, value in (metrics or {}).items():
         try:

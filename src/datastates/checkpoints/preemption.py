@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterable
@@ -24,7 +25,8 @@ class Preemption:
     """Notices signals while its block runs; made by `Checkpointer.preemption`.
 
     The signals do nothing but to be noticed, however often they come: the grace time runs from the first. Handlers that
-    were there before are called as well, and are put back at the end of the block.
+    were there before are called as well, and are put back at the end of the block. Forked children, such as workers of
+    a pool, take signals as if the block were not there.
 
     Leaving the block after a signal waits until all saves in flight are committed or the grace time is over. What is
     not committed by then is logged as an error; it does not stop the training's own end. An exception passes through.
@@ -63,6 +65,7 @@ class Preemption:
         self._begin: float | None = None  # when it came, or another rank was heard to have had one
         self._is_agreed = False
         self._before: dict[int, Any] = {}
+        self._owner = os.getpid()
 
     @property
     def requested(self) -> bool:
@@ -99,11 +102,14 @@ class Preemption:
             if self._begin is not None:
                 self._finish()
         finally:
-            for number, handler in self._before.items():
-                signal.signal(number, signal.SIG_DFL if handler is None else handler)
+            for number in self._before:
+                self._put_back(number)
 
     def _note_signal(self, number: int, frame: FrameType | None) -> None:
         """The handler. It takes no lock that the interrupted code may hold: what it has to say is logged later."""
+        if os.getpid() != self._owner:
+            self._act_as_before(number)
+            return
         self._num_signals += 1
         if self._begin is None:
             self._begin = now()
@@ -111,6 +117,15 @@ class Preemption:
         before = self._before.get(number)
         if callable(before) and before is not signal.default_int_handler:
             before(number, frame)
+
+    def _act_as_before(self, number: int) -> None:
+        """In a forked child, which has the handler and no part in this: one that is told to end has to end."""
+        self._put_back(number)
+        signal.raise_signal(number)
+
+    def _put_back(self, number: int) -> None:
+        before = self._before[number]
+        signal.signal(number, signal.SIG_DFL if before is None else before)
 
     def _note_agreed(self) -> None:
         if self._begin is None:

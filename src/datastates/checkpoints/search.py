@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from datastates import reader
 from datastates.checkpoints.choices import Choice, survey_nodes
 from datastates.checkpoints.steps import Incomplete, StepFolder, StepRecord, tag_of
-from datastates.errors import CheckpointNotFoundError, CorruptCheckpointError, DataStatesError, StorageError
+from datastates.errors import CheckpointNotFoundError, CorruptCheckpointError, DataStatesError
 from datastates.nodes.grouping import Nodes
 from datastates.ranks import Ranks
 
@@ -114,7 +114,7 @@ class Search:
                 reader.verify(path)
             except CheckpointNotFoundError:
                 continue  # this rank has saved nothing: the sizes of what is on record were looked at
-            except (CorruptCheckpointError, StorageError) as error:
+            except (DataStatesError, OSError) as error:
                 problem = problem or str(error)
         return next((found for found in self._ranks.gather(problem) if found), "")
 

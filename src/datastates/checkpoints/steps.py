@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from datastates import recovery
 from datastates.attempt_folder import has_attempts
 from datastates.catalog import list_checkpoints
-from datastates.checkpoints.pins import is_pinned
 from datastates.checkpoints.summary import Summary, read_summary
 from datastates.directories import make_directories
 from datastates.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError
-from datastates.manifest import LATEST_NAME, commit_path, read_commit
+from datastates.manifest import LATEST_NAME, commit_path, read_commit, read_latest
 from datastates.node_parts import NodePart
+from datastates.pins import is_pinned
 from datastates.storage import write_atomically
 from datastates.system_calls import patiently, storage_errors
 from datastates.whole_records import is_whole
@@ -97,7 +97,7 @@ class StepFolder:
         directory: absolute, without links; need not be there yet.
         """
         self.directory = directory
-        self._lock = threading.Lock()  # protects _known
+        self._lock = threading.RLock()  # protects _known; a signal handler may save, too
         self._known: dict[str, tuple[tuple[int, ...], StepRecord]] = {}
 
     def open(self) -> int:
@@ -187,6 +187,19 @@ class StepFolder:
         youngest = records[-1].summary.serial if records else 0
         return [path for path in self._paths() if _serial_of_doubtful(path) in range(1, youngest)]
 
+    def latest_serial(self, *, besides: int | None) -> int:
+        """The serial of the checkpoint that ``latest`` names, 0 where there is none that could be compared with.
+
+        Args:
+            besides: a step whose serial the caller knows: its files are not looked at.
+        """
+        with contextlib.suppress(CorruptCheckpointError, StorageError):  # the save itself says if nothing works here
+            tag = read_latest(self.directory)
+            if tag is not None and _TAG.fullmatch(tag) and (besides is None or tag != tag_of(besides)):
+                summary = read_summary(os.path.join(self.directory, tag))
+                return 0 if summary is None else summary.serial
+        return 0
+
     def linked(self) -> set[str]:
         """Paths, without links, that links in the folder lead to."""
         with self._entries() as entries:
@@ -202,7 +215,8 @@ class StepFolder:
 
     def _paths(self) -> list[str]:
         with self._entries() as entries:
-            return sorted(entry.path for entry in entries if _TAG.fullmatch(entry.name) and entry.is_dir())
+            # a link to itself is no folder, and no reason to refuse the others
+            return sorted(entry.path for entry in entries if _TAG.fullmatch(entry.name) and os.path.isdir(entry.path))
 
     @contextlib.contextmanager
     def _entries(self) -> Iterator[Iterator[os.DirEntry[str]]]:
