@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from click.testing import CliRunner
+from rewriting import rewrite
 
 from datastates.cli import exit_codes, main
 from datastates.cli.main import COMMANDS
@@ -67,15 +68,7 @@ def _faults() -> list[tuple[int, str]]:
 
 
 def run(arguments: list[str]) -> int:
-    found = DOCUMENT.read_text("utf-8")
-    wanted = updated(found)
-    if found == wanted:
-        return 0
-    if "--check" in arguments:
-        print(f"{DOCUMENT.name} is out of date: run python scripts/write_cli_docs.py")
-        return 1
-    DOCUMENT.write_text(wanted, "utf-8")
-    return 0
+    return rewrite(DOCUMENT, updated, arguments, __file__)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from unittest import mock
 
 import torch
 from click.testing import CliRunner
+from rewriting import rewrite
 
 from datastates import CheckpointEngine
 from datastates.cli import ls, main, watch
@@ -145,15 +146,7 @@ def _records(rank: int, number: int, step: int) -> Iterator[dict[str, object]]:
 
 
 def run(arguments: list[str]) -> int:
-    found = DOCUMENT.read_text("utf-8")
-    wanted = updated(found)
-    if found == wanted:
-        return 0
-    if "--check" in arguments:
-        print(f"{DOCUMENT.name} is out of date: run python scripts/write_screens.py")
-        return 1
-    DOCUMENT.write_text(wanted, "utf-8")
-    return 0
+    return rewrite(DOCUMENT, updated, arguments, __file__)
 
 
 if __name__ == "__main__":

@@ -55,6 +55,19 @@ def test_what_is_written_while_a_step_goes_on_needs_no_cache():
     assert not advise(measured(host_cache_bytes=6 * GIB)).is_cache_short
 
 
+def test_a_save_right_before_the_step_has_no_time_to_be_written_in():
+    advice = advise(measured(host_cache_bytes=4 * GIB, overlap_seconds=0.0))
+    assert advice.remedy == "raise host_cache_size to >= 8.4"
+    assert advice.held_seconds == pytest.approx(2.0)
+    assert advise(measured(host_cache_bytes=4 * GIB, overlap_seconds=2.0)).remedy == ""
+
+
+def test_every_step_is_said_without_a_number():
+    advice = advise(measured(step_seconds=10.0))
+    assert advice.interval_text == "step (5 s)"
+    assert advise(MEASURED).interval_text == "5 steps (5 s)"
+
+
 def test_the_cache_that_is_advised_is_enough():
     for nbytes, flush, step in itertools.product((1, 3 << 20, 8 * GIB), (1e3, 1e8, 1e10), (None, 1e-3, 1.0, 1e4)):
         found = {"nbytes": nbytes, "flush_nbytes_per_second": flush, "step_seconds": step}

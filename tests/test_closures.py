@@ -79,27 +79,22 @@ def test_training_goes_on_while_the_closure_is_evaluated(engine, model, tmp_path
     assert not torch.equal(model.state_dict()["0.weight"], expected["0.weight"])
 
 
-def test_an_optimizer_of_somebody_else_is_not_trusted(engine, model, tmp_path):
-    optimizer = Impatient(model.parameters(), lr=0.1)
-    closure = Closure(model, optimizer, engine)
-    expected = {key: value.clone() for key, value in model.state_dict().items()}
-    engine.save(model.state_dict(), str(tmp_path / "model.pt"))
-    optimizer.step(closure)
-    assert closure.was_open == [False]
-    engine.wait(persist=True)
-    found = torch.load(tmp_path / "model.pt")
-    assert all(torch.equal(found[key], expected[key]) for key in expected)
-
-
-def test_a_hook_of_the_optimizer_may_write_as_well(engine, model, tmp_path):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def clipping(parameters):
+    """An optimizer of torch with a hook that writes to the weights before the step begins."""
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
 
     @torch.no_grad()
     def clip(*_: object) -> None:
-        for parameter in model.parameters():
+        for parameter in optimizer.param_groups[0]["params"]:
             parameter.clamp_(-0.01, 0.01)
 
     optimizer.register_step_pre_hook(clip)
+    return optimizer
+
+
+@pytest.mark.parametrize("make", [lambda parameters: Impatient(parameters, lr=0.1), clipping], ids=["own", "hooked"])
+def test_an_optimizer_that_may_write_before_the_closure_is_not_trusted(engine, model, tmp_path, make):
+    optimizer = make(model.parameters())
     closure = Closure(model, optimizer, engine)
     expected = {key: value.clone() for key, value in model.state_dict().items()}
     engine.save(model.state_dict(), str(tmp_path / "model.pt"))

@@ -45,10 +45,12 @@ LEVELS = {
     "state": 1,
     "copying": 1,
     "gathering": 2,
+    "segment_table": 2,
     # 2: what fills and keeps the image
     "formats": 2,
     "host_cache": 2,
     "captures": 2,
+    "cache_copies": 2,
     "copier": 2,
     "uploads": 2,
     "cuda_runtime": 2,
@@ -82,6 +84,7 @@ LEVELS = {
     "attempt_folder": 3,
     "integrity": 3,
     "commit": 3,
+    "pins": 3,
     "removal": 3,
     "recovery": 3,
     "whole_records": 3,
@@ -152,6 +155,7 @@ LIGHT = (
     "tier_settings",
     "node_parts",
     "whole_records",
+    "pins",
     "tiers",
     "doctor",
 )

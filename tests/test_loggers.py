@@ -79,6 +79,16 @@ def test_a_slow_function_holds_up_nobody(gate):
     assert len(rows) == 2
 
 
+def test_a_function_that_hangs_holds_up_the_end_of_the_block_only_so_long(gate, monkeypatch, caplog):
+    monkeypatch.setattr("datastates.loggers.CLOSE_SECONDS", 0.01)
+    with DictLogger(lambda values: gate.hold()) as logger:
+        logger(SUMMARY)
+        gate.wait_held()
+    assert "not handed on within 0.01 s" in caplog.text
+    gate.open()
+    logger.close()
+
+
 def test_what_is_too_much_is_dropped_and_counted(gate, monkeypatch):
     monkeypatch.setattr("datastates.loggers._MAX_QUEUED", 3)
     logger = DictLogger(lambda values: gate.hold())
@@ -170,9 +180,13 @@ def test_a_real_run_is_in_tensorboard(tmp_path):
     assert {"checkpoint/blocked_seconds", "checkpoint/durable_seconds", "checkpoint/advised_seconds"} <= set(scalars)
 
 
-def test_a_failing_listener_loses_no_save(tmp_path, caplog):
+@pytest.mark.parametrize("event", ["save", "stage", "flush", "committed"])
+def test_a_failing_listener_loses_no_save(tmp_path, caplog, event):
+    """Nor does the log, which keeps what was raised, keep the host cache of the thread that raised it."""
+
     def listener(record: Event) -> None:
-        raise RuntimeError(record["event"])
+        if record["event"] == event:
+            raise RuntimeError(record["event"])
 
     saver = Saver(CheckpointConfig(host_cache_bytes=8 << 20), run_id="run", listener=listener)
     handle = saver.save({"w": torch.ones(1 << 20)}, str(tmp_path / "w.pt"))

@@ -49,7 +49,7 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list
                         engine.save({"w": parameter.detach()}, str(folder / f"step{step}" / "w.pt"))
                 optimizer.step()
             engine.wait(persist=True)
-        return read_records(str(folder / "events"))
+        return list(read_records(str(folder / "events")))
 
     return run
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from datastates.events import Event
-from datastates.run_meter import REMEMBERED_SECONDS, RunMeter, advice_of, meters_of
+from datastates.run_meter import REMEMBERED_SECONDS, RunMeter, advice_of
+from datastates.run_view import seen_in
 
 MIB = 1 << 20
 
@@ -72,6 +73,21 @@ def test_a_step_is_measured_without_what_saves_add_to_it():
     assert meter.measured.num_steps == 1
 
 
+def test_a_save_overlaps_with_what_comes_before_the_fence():
+    """Where it stands in the step decides how much of it is hidden, not how long the step takes."""
+    meter = metered(
+        save("a", 1.0, 0.25),
+        save("a", 1.25, 0.25),
+        record("fence", 2.0, 2.5, num_files=2),
+        record("fence", 2.6, 2.6, num_files=1),
+        save("b", 3.0, 0.25),
+        record("clock", 9.0, 9.0, time=9.0, host="node", pid=1),
+        record("fence", 9.5, 9.5, num_files=1),
+    )
+    assert meter.measured.overlap_seconds == 0.5
+    assert metered(save("a", 1.0)).measured.overlap_seconds is None
+
+
 def test_small_files_between_checkpoints_are_no_checkpoints():
     times = [0.0, 10.0, 20.0, 30.0]
     records = [save(f"a{number}", begin) for number, begin in enumerate(times)]
@@ -115,7 +131,16 @@ def test_memory_is_bounded():
 def test_the_cache_of_a_run_that_has_ended_is_that_of_its_summary():
     found = [save("a", 0.0), record("flush", 0.0, 1.0, attempt="a", path="/c/a", nbytes=100 * MIB)]
     found.append(record("summary", 0.0, 2.0, attempt="a", path="/c/a", host_cache_bytes=7 * MIB))
-    meters = meters_of([*found, {**found[0], "rank": 1}])
-    assert (sorted(meters), meters[0].measured.host_cache_bytes) == ([0, 1], 7 * MIB)
-    advice = advice_of(meters.values())
-    assert advice is not None and advice.interval_seconds == pytest.approx(1.25)
+    view, _ = seen_in([*found, {**found[0], "rank": 1}])
+    meters = [rank.meter for rank in view.present.values()]
+    assert (sorted(view.present), meters[0].measured.host_cache_bytes) == ([0, 1], 7 * MIB)
+    advice = advice_of(meters)
+    assert advice is not None and advice == view.advice and advice.interval_seconds == pytest.approx(1.25)
+
+
+def test_a_clock_that_was_set_back_does_not_stop_the_measuring():
+    meter = metered(record("flush", 5000.0, 5001.0, attempt="a", path="/c/a", nbytes=MIB))
+    meter.note(record("clock", 100.0, 100.0, time=100.0, host="node", pid=1))
+    for second in range(100, 103):
+        meter.note(record("flush", second, second + 1.0, attempt="b", path="/c/b", nbytes=MIB))
+    assert meter.measured.flush_nbytes_per_second == MIB

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 from pathlib import Path
 
-SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "write_screens.py"
-spec = importlib.util.spec_from_file_location("write_screens", SCRIPT)
-write_screens = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(write_screens)
+import pytest
+
+SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 
 
-def test_the_document_shows_what_the_commands_print(tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def write_screens(monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPTS)
+    return importlib.import_module("write_screens")
+
+
+def test_the_document_shows_what_the_commands_print(write_screens, tmp_path, monkeypatch):
     text = write_screens.DOCUMENT.read_text("utf-8")
     stale = tmp_path / "cli.md"
     stale.write_text(text.replace("is damaged", "is sound").replace("12\n", "13\n"))
@@ -20,7 +25,7 @@ def test_the_document_shows_what_the_commands_print(tmp_path, monkeypatch, capsy
     assert stale.read_text("utf-8") == text.replace("is damaged", "is sound"), "run python scripts/write_screens.py"
 
 
-def test_each_command_is_shown():
+def test_each_command_is_shown(write_screens):
     text = write_screens.DOCUMENT.read_text("utf-8").partition("<!-- screens -->")[2]
     for command in ("ls", "show", "diff", "stats", "watch", "verify", "prune"):
         assert f"$ datastates {command} " in text

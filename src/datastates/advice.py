@@ -32,6 +32,7 @@ class Measured:
         flush_nbytes_per_second: from the host cache to durable, while there was something to write.
         copy_nbytes_per_second: into the host cache, while there was something to copy.
         step_seconds: of a training step, without what saves add to it.
+        overlap_seconds: from a save to the optimizer step that would wait for its copies.
         interval_seconds: between the begins of two saves, without what saves add to it.
         num_steps: optimizer steps between two saves.
         commit_seconds: from durable to visible: a few calls on small files, and waiting for slower ranks.
@@ -42,6 +43,7 @@ class Measured:
     flush_nbytes_per_second: float | None = None
     copy_nbytes_per_second: float | None = None
     step_seconds: float | None = None
+    overlap_seconds: float | None = None
     interval_seconds: float | None = None
     num_steps: float | None = None
     commit_seconds: float = 0.0
@@ -90,9 +92,11 @@ class Advice:
 
     @property
     def interval_text(self) -> str:
-        """The interval in steps where it is known, and in seconds."""
+        """The interval in steps where it is known, and in seconds; to be read after "every"."""
         seconds = f"{figure(self.interval_seconds)} s"
-        return seconds if self.interval_steps is None else f"{self.interval_steps} steps ({seconds})"
+        if self.interval_steps is None:
+            return seconds
+        return f"step ({seconds})" if self.interval_steps == 1 else f"{self.interval_steps} steps ({seconds})"
 
     def plain(self) -> dict[str, Any]:
         """As plain values for machines, with the remedy."""
@@ -106,7 +110,8 @@ def advise(measured: Measured) -> Advice | None:
         return None
     committed = nbytes / flush + measured.commit_seconds
     seconds = committed * HEADROOM
-    unhidden = max(nbytes - int(flush * (step or 0.0)), 0)
+    overlap = (step or 0.0) if measured.overlap_seconds is None else measured.overlap_seconds
+    unhidden = max(nbytes - int(flush * overlap), 0)
     cache = measured.host_cache_bytes
     is_cache_short = 0 < cache < unhidden
     copying = nbytes / measured.copy_nbytes_per_second if measured.copy_nbytes_per_second else 0.0
@@ -116,7 +121,7 @@ def advise(measured: Measured) -> Advice | None:
         interval_seconds=seconds,
         interval_steps=None if not step else max(math.ceil(seconds / step), 1),
         host_cache_bytes=int(unhidden * CACHE_HEADROOM),
-        held_seconds=max(staging - (step or 0.0), 0.0),
+        held_seconds=max(staging - overlap, 0.0),
         is_outrun=None if measured.interval_seconds is None else measured.interval_seconds < committed,
         is_cache_short=is_cache_short,
     )

@@ -51,7 +51,8 @@ class CommitLog:
         self._events.record("summary", attempt.begin, now(), **_summary(attempt, self._save(attempt), measured, advice))
         is_known = measured.interval_seconds is not None and (measured.step_seconds or not measured.num_steps)
         if advice is not None and is_known and not self._has_advised:
-            self._advise(advice, held_seconds if min(held_seconds, starved_seconds) > ADVICE_SECONDS else 0.0)
+            waited = min(held_seconds, starved_seconds)  # training also waits for copies that have room
+            self._advise(advice, waited if waited > ADVICE_SECONDS else 0.0)
 
     def _save(self, attempt: Attempt) -> SaveRecord:
         return self._meter.save_of(attempt.name) or SaveRecord(attempt.name, attempt.path, attempt.begin)

@@ -141,6 +141,15 @@ class CheckpointConfig:
             message = f"shared_directory is false, and {who} needs one: only Checkpointer and DeepSpeed do without"
             raise ConfigError(message)
 
+    def refuse_tiers(self, who: str) -> None:
+        """Raise ConfigError where checkpoints shall be carried to tiers, and what is saved is more than is carried."""
+        if self.tiers:
+            message = (
+                f"tiers are given, and {who} saves lone files, or files of others beside its own, which are not"
+                " carried: leave tiers out, and copy the finished checkpoints yourself"
+            )
+            raise ConfigError(message)
+
     @property
     def slab_nbytes(self) -> int:
         """Size of a slab: `slab_bytes`, or an eighth of the host cache within 1 to 16 MiB. A multiple of 4096."""

@@ -9,7 +9,8 @@ checkpoint, and ``path``: the file, or the checkpoint's folder. The other keys d
 ===================  =====================================================================================
 event                what happened between ``begin`` and ``end``; further keys
 ===================  =====================================================================================
-``clock``            in files only, when one is opened: ``time`` (Unix time of ``begin``), ``host``, ``pid``
+``clock``            in files only, when one is opened and when the host's clock was set: ``time`` (Unix time of
+                     ``begin``), ``host``, ``pid``
 ``step``             from one optimizer step to the next: ``number`` since the start; of the first, only when it was
 ``save``             the call of ``save()`` for one file: ``nbytes``, ``eager_nbytes``, and how much was in flight then:
                      ``num_in_flight`` (checkpoints not settled yet), ``num_slabs``, ``num_free_slabs`` (host cache)
@@ -46,17 +47,26 @@ import logging
 import os
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any
 
 PREFIX = "events-rank"
 """The name of each file begins so; the rank and ``.jsonl`` follow."""
 
+CLOCK_SECONDS = 1.0
+"""A file says again what time it is when the host's clock was moved by so much: set by hand, or after a suspension."""
+
 now = time.monotonic
 Event = dict[str, Any]
 Listener = Callable[[Event], None]
 
 logger = logging.getLogger(__name__)
+
+
+def unix_offset() -> float:
+    """What is added to `now` for Unix time; changes when the host's clock is set."""
+    return time.time() - now()
 
 
 class EventLog:
@@ -84,6 +94,7 @@ class EventLog:
         self._descriptor: int | None = None
         self._path = ""
         self._is_cut = False
+        self._offset: float | None = None  # from the clock of the records to Unix time, as the file was told
         if directory is not None:
             os.makedirs(directory, exist_ok=True)
             self._path = os.path.join(directory, f"{PREFIX}{rank:05d}.jsonl")
@@ -114,10 +125,12 @@ class EventLog:
         for listener in self._listeners:
             try:
                 listener(entry)
-            except Exception:  # a listener is the caller's code: whatever it raises, the save goes on
+            except Exception:  # noqa: BLE001 - a listener is the caller's code: whatever it raises, the save goes on
                 if listener not in self._broken:
                     self._broken.append(listener)
-                    logger.exception("a listener failed at the record %r; saves go on, and this is said once", event)
+                    # as text: whoever keeps the exception keeps all frames of this thread, and a whole host cache
+                    text = "a listener failed at the record %r; saves go on, and this is said once\n%s"
+                    logger.error(text, event, traceback.format_exc().rstrip())
 
     def close(self) -> None:
         """Close the file; idempotent. Later records reach the listeners only."""
@@ -133,19 +146,34 @@ class EventLog:
         """Say what time it is, in a line of its own: a run that was killed may have left half a line."""
         size = os.fstat(descriptor).st_size
         self._is_cut = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
-        begin = now()
-        anchor = {"time": time.time(), "host": os.uname().nodename, "pid": os.getpid()}
-        self._append({"event": "clock", "rank": self._rank, "begin": begin, "end": begin, **anchor})
+        self._append()
 
-    def _append(self, entry: Event) -> None:
-        line = (json.dumps(entry, default=str) + "\n").encode("utf-8", "backslashreplace")
+    def _clock(self, offset: float) -> Event:
+        """The record that says what time it is, ``offset`` being what `unix_offset` gives."""
+        begin = now()
+        anchor = {"time": begin + offset, "host": os.uname().nodename, "pid": os.getpid()}
+        return {"event": "clock", "rank": self._rank, "begin": begin, "end": begin, **anchor}
+
+    def _append(self, *entries: Event) -> None:
+        """Write them to the file, behind what time it is where the file has not been told yet, or no longer knows."""
+        lines = b"".join(map(_line, entries))
+        offset = unix_offset()
         with self._lock:
             if self._descriptor is None:
                 return
+            if self._offset is None or abs(offset - self._offset) > CLOCK_SECONDS:
+                self._offset, lines = offset, _line(self._clock(offset)) + lines
             try:
-                data = b"\n" + line if self._is_cut else line
+                data = b"\n" + lines if self._is_cut else lines
                 self._is_cut = os.write(self._descriptor, data) < len(data)
+                if self._is_cut:
+                    self._offset = None
             except OSError as error:
+                self._offset = None
                 if self.error is None:
                     self.error = error
                     logger.warning("%s: records of saves cannot be written, saves go on: %s", self._path, error)
+
+
+def _line(entry: Event) -> bytes:
+    return (json.dumps(entry, default=str) + "\n").encode("utf-8", "backslashreplace")

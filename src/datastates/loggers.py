@@ -55,8 +55,8 @@ class RelayedListener:
 
     Thread safe. Subclasses say in `_handle` what the work is, and in `_wants` which records mean any; the first error
     of the work is logged, later records are tried again. Where the work is slower than the records come, the newest
-    are dropped, and their number is in `num_dropped`. `close` it, or use it as a context manager. In a forked child it
-    does nothing.
+    are dropped, and their number is in `num_dropped`. `close` it, or use it as a context manager, which calls `end`. In
+    a forked child it does nothing.
     """
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class RelayedListener:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self.end()
 
     def close(self, timeout: float | None = None) -> None:
         """Do what is queued, then end the thread; idempotent. Records that come later are left out.

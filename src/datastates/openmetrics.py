@@ -8,12 +8,11 @@ Prometheus' node exporter refuses.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from datastates.advice import advise
-from datastates.events import Event, now
+from datastates.events import Event, now, unix_offset
 from datastates.loggers import RelayedListener
 from datastates.run_view import RankView, RunView
 
@@ -30,6 +29,11 @@ class _Family:
     unit: str
     help: str
     value: Callable[[RankView], float | int | None]
+
+    @property
+    def is_time(self) -> bool:
+        """Whether the value is a moment, not a span."""
+        return self.name.endswith("_timestamp_seconds")
 
 
 def _measured(name: str) -> Callable[[RankView], float | None]:
@@ -72,9 +76,14 @@ _FAMILIES = (
 """All names have the prefix ``datastates_`` and the label ``rank``."""
 
 
-def openmetrics_text(view: RunView) -> str:
-    """All metrics of a run, with the last line ``# EOF``."""
-    lines = [line for family in _FAMILIES for line in _family_lines(family, view)]
+def openmetrics_text(view: RunView, offset: float = 0.0) -> str:
+    """All metrics of a run, with the last line ``# EOF``.
+
+    Args:
+        view: of the run.
+        offset: what is added to its times for Unix time; 0 where they are that, as in records that were read.
+    """
+    lines = [line for family in _FAMILIES for line in _family_lines(family, view, offset)]
     return "\n".join([*lines, *_tier_lines(view), "# EOF\n"])
 
 
@@ -95,7 +104,6 @@ class MetricsFile(RelayedListener):
         path: the file, ``*.prom`` for node exporter; one for each rank of a machine. Its folder is made.
         """
         self._path = os.path.abspath(os.fspath(path))
-        self._offset = time.time() - now()
         self._view = RunView()
         self._written_at = -SHORTEST_SECONDS
         self._is_stale = False
@@ -103,8 +111,7 @@ class MetricsFile(RelayedListener):
         super().__init__()
 
     def _handle(self, record: Event) -> None:
-        shifted = {"begin": record["begin"] + self._offset, "end": record["end"] + self._offset}
-        self._view.note({**record, **shifted})
+        self._view.note(record)
         self._is_stale = True
         if now() >= self._written_at + SHORTEST_SECONDS:  # also where records come without a pause
             self._tick()
@@ -115,7 +122,7 @@ class MetricsFile(RelayedListener):
     def _tick(self) -> None:
         if self._is_stale:
             self._is_stale, self._written_at = False, now()
-            write_replacing(self._path, openmetrics_text(self._view))
+            write_replacing(self._path, openmetrics_text(self._view, unix_offset()))
 
 
 def write_replacing(path: str, text: str) -> None:
@@ -131,13 +138,16 @@ def write_replacing(path: str, text: str) -> None:
         raise
 
 
-def _family_lines(family: _Family, view: RunView) -> Iterator[str]:
-    values = [(rank, family.value(found)) for rank, found in sorted(view.ranks.items())]
+def _family_lines(family: _Family, view: RunView, offset: float) -> Iterator[str]:
+    shift = offset if family.is_time else 0
+    values = [
+        (rank, value + shift)
+        for rank, found in sorted(view.ranks.items())
+        if (value := family.value(found)) is not None
+    ]
     yield from _head(family.name, family.kind, family.unit, family.help)
     suffix = "_total" if family.kind == "counter" else ""
-    yield from (
-        f'datastates_{family.name}{suffix}{{rank="{rank}"}} {value}' for rank, value in values if value is not None
-    )
+    yield from (f'datastates_{family.name}{suffix}{{rank="{rank}"}} {value}' for rank, value in values)
 
 
 def _tier_lines(view: RunView) -> Iterator[str]:

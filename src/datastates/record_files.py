@@ -1,12 +1,13 @@
-"""The files of records that a run leaves: read whole, one by one, or as they grow.
+"""The files of records that a run leaves: read one record after the other, or as they grow.
 
 The records are those of `datastates.events`. Their times become Unix times by the ``clock`` records of their file, so
 that hosts can be put together as far as their clocks agree; where there is none they stay as they are. What is
-no record is left out: a line that a crash has cut, or other people's files.
+no record is left out: a line that a crash has cut, or what another program has written.
 """
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import json
 import mmap
@@ -18,6 +19,9 @@ from datastates.errors import CheckpointNotFoundError
 from datastates.events import PREFIX, Event
 
 SUFFIX = ".jsonl"
+
+EVENTS = "events"
+"""Name of a folder of records that is looked for in a folder of checkpoints."""
 
 CHUNK_BYTES = 4 << 20
 """A file that grows is read by so much at a time; no record is nearly so long."""
@@ -37,35 +41,45 @@ _CLOCK = b'{"event": "clock"'
 
 
 def record_paths(path: str) -> list[str]:
-    """The files of records that a path means: itself, or those of the folder that it is. Empty where there are none."""
-    if os.path.isdir(path):
-        return sorted(os.path.join(path, name) for name in os.listdir(path) if name.endswith(SUFFIX))
-    return [path] if os.path.exists(path) else []
+    """The files of records that a path means; empty where there are none.
+
+    A file means itself. A folder means those that `EventLog` has made in it, or else in its folder `EVENTS`: files of
+    others are not touched, they may be large. Raises OSError for a folder that cannot be read.
+    """
+    if not os.path.isdir(path):
+        return [path] if os.path.exists(path) else []
+    return _paths_in(path) or _paths_in(os.path.join(path, EVENTS))
 
 
-def read_records(path: str) -> list[Event]:
-    """The records of a file, or of all ``*.jsonl`` files of a folder, in the order in which they began.
+def _paths_in(folder: str) -> list[str]:
+    try:
+        names = os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return sorted(os.path.join(folder, name) for name in names if name.startswith(PREFIX) and name.endswith(SUFFIX))
+
+
+def read_records(path: str) -> Iterator[Event]:
+    """The records of what a path means, file by file, each in the order in which they were made.
+
+    Holds one of them at a time, however many there are.
 
     Raises:
         CheckpointNotFoundError: there are none.
         OSError: a file cannot be read.
     """
-    found = [record for name in record_paths(path) for record in records_of(name)]
-    if not found:
+    is_empty = True
+    for record in itertools.chain.from_iterable(map(records_of, record_paths(path))):
+        is_empty = False
+        yield record
+    if is_empty:
         raise no_records(path)
-    return sorted(found, key=lambda record: float(record["begin"]))
-
-
-def in_order_of_end(records: Iterable[Event]) -> list[Event]:
-    """Records in the order in which they were made, as those expect them that follow a run."""
-    return sorted(records, key=lambda record: float(record["end"]))
 
 
 def no_records(path: str) -> CheckpointNotFoundError:
     """To be raised where a path means no records."""
-    return CheckpointNotFoundError(
-        f"{path}: no records of saves; they are written where events_dir is set in the section datastates_ckpt"
-    )
+    where = f"{PREFIX}*{SUFFIX}, here or in {EVENTS!r}"
+    return CheckpointNotFoundError(f"{path}: no records of saves ({where}); they are written where events_dir is set")
 
 
 def records_of(path: str) -> Iterator[Event]:
@@ -93,6 +107,12 @@ class GrowingFile:
         self._parser = _Parser()
         self._identity: tuple[int, int] | None = None
         self._position = 0
+        self._is_cut = False
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether what was there at first was not read from its begin."""
+        return self._is_cut
 
     def read(self) -> list[Event]:
         """The records that have become complete since the last call.
@@ -125,6 +145,7 @@ class GrowingFile:
     def _skip(self, descriptor: int, size: int) -> int:
         """Where to begin; notes the clock of what is passed over."""
         begin = size - self._tail_bytes
+        self._is_cut = begin > 0
         if begin <= 0:
             return 0
         with mmap.mmap(descriptor, size, access=mmap.ACCESS_READ) as memory:
@@ -136,29 +157,30 @@ class GrowingFile:
 
 
 class GrowingFolder:
-    """The files of records that `EventLog` makes in some folders; also those that come later. Not thread safe.
+    """The files of records that a path means; also those that come later. Not thread safe."""
 
-    Other people's files are not touched: they may be large.
-    """
-
-    def __init__(self, *paths: str) -> None:
+    def __init__(self, path: str) -> None:
         """Args:
-        paths: folders, or single files; they need not be there yet.
+        path: as `record_paths` takes it; it need not be there yet.
         """
-        self._paths = paths
+        self._path = path
         self._files: dict[str, GrowingFile] = {}
 
-    def read(self) -> Iterator[Event]:
-        """The records that have become complete since the last call, file by file, each in the order of their ends.
+    @property
+    def is_cut(self) -> bool:
+        """Whether of some file what was there at first was not read from its begin."""
+        return any(file.is_cut for file in self._files.values())
+
+    def read(self) -> Iterable[Event]:
+        """The records that have become complete since the last call: of each file in their order, all about by time.
 
         Raises OSError; a folder that is not there has no records.
         """
-        there = itertools.chain.from_iterable(map(record_paths, self._paths))
-        paths = [path for path in there if path in self._paths or os.path.basename(path).startswith(PREFIX)]
+        paths = record_paths(self._path)
         for path in paths:
             if path not in self._files:
                 self._files[path] = GrowingFile(path, max(TAIL_BYTES // len(paths), LEAST_TAIL_BYTES))
-            yield from in_order_of_end(self._files[path].read())
+        return heapq.merge(*(self._files[path].read() for path in paths), key=lambda record: float(record["end"]))
 
 
 class _Parser:
@@ -173,6 +195,8 @@ class _Parser:
         except (ValueError, RecursionError):
             return None
         if not isinstance(record, dict) or not record.keys() >= _NEEDED or not all(map(_is_sound, *_columns(record))):
+            return None
+        if record["begin"] > record["end"]:
             return None
         if record["event"] == "clock" and "time" in record:
             self._offset = record["time"] - record["begin"]

@@ -41,6 +41,8 @@ class RunMeter:
         self._saves = SaveTable(limit=4 * _NUM_SAVES)
         self._begins: deque[_Begin] = deque(maxlen=_NUM_SAVES + 1)
         self._steps: deque[float] = deque(maxlen=_NUM_STEPS)
+        self._saved_at: float | None = None  # the last call of save() since the last fence ended then
+        self._overlaps: deque[float] = deque(maxlen=_NUM_SAVES)
         self._commits: deque[float] = deque(maxlen=_NUM_SAVES)
         self._committed_at = 0.0
         self._flushing, self._copying = _Rate(), _Rate()
@@ -54,7 +56,9 @@ class RunMeter:
         with self._lock:
             event, begin, end = record["event"], float(record["begin"]), float(record["end"])
             save = self._saves.note(record)
-            if event == "stage":
+            if event == "clock":
+                self._note_clock()
+            elif event == "stage":
                 self._copying.add(begin, end, int(record.get("nbytes", 0)))
             elif event == "flush":
                 self._flushing.add(begin, end, int(record.get("nbytes", 0)))
@@ -69,7 +73,7 @@ class RunMeter:
                 self._held_seconds += max(end - begin - self._called_seconds, 0.0)
                 self._called_seconds = 0.0
             elif event == "fence":
-                self._held_seconds += end - begin
+                self._note_fence(begin, end)
             elif event == "step":
                 self._note_step(end - begin, is_first=record.get("number") == 1)
             elif event == "summary":
@@ -93,6 +97,7 @@ class RunMeter:
                 flush_nbytes_per_second=self._flushing.nbytes_per_second,
                 copy_nbytes_per_second=self._copying.nbytes_per_second,
                 step_seconds=statistics.median(self._steps) if self._steps else None,
+                overlap_seconds=statistics.median(self._overlaps) if self._overlaps else None,
                 interval_seconds=max(statistics.median(gaps), 0.0) if gaps else None,
                 num_steps=statistics.median(b.num_steps - a.num_steps for a, b in pairs) if pairs else None,
                 commit_seconds=max(statistics.median(self._commits), 0.0) if self._commits else 0.0,
@@ -103,15 +108,28 @@ class RunMeter:
         with self._lock:
             return self._saves.get(attempt)
 
+    def _note_clock(self) -> None:
+        """A process has begun, or its clock was set: the times that follow may lie before those that are known."""
+        self._flushing.pause()
+        self._copying.pause()
+        self._committed_at, self._saved_at = 0.0, None
+
     def _note_begin(self, record: Event, save: SaveRecord | None, begin: float, end: float) -> None:
         attempt = str(record.get("attempt", ""))
         if save is not None and all(known.attempt != attempt for known in self._begins):
             self._begins.append(_Begin(attempt, begin, self._held_seconds, self._num_steps))
         if record["event"] == "save":
+            self._saved_at = end
             self._held_seconds += end - begin
             self._called_seconds += end - begin
         else:
             self.num_skipped += 1
+
+    def _note_fence(self, begin: float, end: float) -> None:
+        self._held_seconds += end - begin
+        if self._saved_at is not None:
+            self._overlaps.append(max(begin - self._saved_at, 0.0))
+            self._saved_at = None
 
     def _note_step(self, seconds: float, *, is_first: bool) -> None:
         self._num_steps += 1
@@ -119,14 +137,6 @@ class RunMeter:
         if not is_first:  # of that one it is not known when it began
             self._steps.append(max(seconds - (self._held_seconds - self._held_at_step), 0.0))
         self._held_at_step = self._held_seconds
-
-
-def meters_of(records: Iterable[Event]) -> dict[int, RunMeter]:
-    """A meter for each rank that has records; they are given in the order in which they were made."""
-    meters: dict[int, RunMeter] = {}
-    for record in records:
-        meters.setdefault(int(record["rank"]), RunMeter()).note(record)
-    return meters
 
 
 def advice_of(meters: Iterable[RunMeter]) -> Advice | None:
@@ -148,6 +158,10 @@ class _Rate:
         self._nbytes += nbytes
         if self._seconds > REMEMBERED_SECONDS:
             self._nbytes, self._seconds = self._nbytes / 2, self._seconds / 2
+
+    def pause(self) -> None:
+        """Forget when the last piece of work ended."""
+        self._busy_until = None
 
     def extend(self, end: float) -> None:
         """Work went on from the last piece until now."""

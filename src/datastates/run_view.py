@@ -24,6 +24,7 @@ class RankView:
     Attributes:
         host: where it runs, empty where that was not recorded.
         pid: of its process, 0 where that was not recorded.
+        started_at: when its process began to write, 0 where that was not recorded.
         seen_at: when its last record ended.
         num_steps: optimizer steps of its process so far.
         step_seconds: of the last one.
@@ -40,6 +41,7 @@ class RankView:
 
     host: str = ""
     pid: int = 0
+    started_at: float = 0.0
     seen_at: float = 0.0
     num_steps: int = 0
     step_seconds: float | None = None
@@ -75,6 +77,8 @@ class RunView:
 
     def __init__(self) -> None:
         self.ranks: dict[int, RankView] = {}
+        self.begin: float | None = None
+        """Of the first record that is of a step or a save; None before there is one."""
         self.failures: deque[SaveRecord] = deque(maxlen=_NUM_FAILURES)
         self.last_committed: SaveRecord | None = None
         self._table = SaveTable(_NUM_SAVES)
@@ -89,10 +93,14 @@ class RunView:
     def note(self, record: Event) -> None:
         """Enter one record."""
         number, event = int(record["rank"]), record["event"]
-        rank = self.ranks.setdefault(number, RankView())
+        rank = self.ranks.get(number)
+        if rank is None:
+            rank = self.ranks[number] = RankView()
         rank.seen_at = max(rank.seen_at, float(record["end"]))
         if event == "clock":
             self._note_start(number, rank, record)
+        elif self.begin is None or record["begin"] < self.begin:
+            self.begin = float(record["begin"])
         save = self._table.note(record)
         was_lost = save is not None and save in self.failures
         rank.meter.note(record)
@@ -105,6 +113,12 @@ class RunView:
             self.last_committed = save
         if save.failure and not was_lost:
             self.failures.append(save)
+
+    @property
+    def present(self) -> dict[int, RankView]:
+        """The ranks that have been seen since the last start of one: a job may start anew with fewer."""
+        started_at = max((rank.started_at for rank in self.ranks.values()), default=0.0)
+        return {number: rank for number, rank in self.ranks.items() if rank.seen_at >= started_at}
 
     @property
     def in_flight(self) -> list[SaveRecord]:
@@ -123,11 +137,12 @@ class RunView:
 
     @property
     def advice(self) -> Advice | None:
-        return advice_of(rank.meter for rank in self.ranks.values())
+        """What is right for all ranks that are present."""
+        return advice_of(rank.meter for rank in self.present.values())
 
     def rate(self, name: str) -> float | None:
-        """The sum over all ranks of a rate of `Measured`, None where no rank has it."""
-        found = [getattr(rank.meter.measured, name) for rank in self.ranks.values()]
+        """The sum over the ranks that are present of a rate of `Measured`, None where none has it."""
+        found = [getattr(rank.meter.measured, name) for rank in self.present.values()]
         known = [rate for rate in found if rate is not None]
         return sum(known) if known else None
 
@@ -152,10 +167,12 @@ class RunView:
 
     def _note_start(self, number: int, rank: RankView, record: Event) -> None:
         """A process has begun to write: what an earlier one of this rank had in flight will not be told of any more."""
-        is_same = rank.pid == record.get("pid")  # it has made a second engine
-        rank.host, rank.pid = str(record.get("host", "")), int(record.get("pid", 0))
+        host, pid = str(record.get("host", "")), int(record.get("pid", 0))
+        is_same = (rank.host, rank.pid) == (host, pid)  # it has made a second engine, or its clock was set
+        rank.host, rank.pid = host, pid
         if is_same:
             return
+        rank.started_at, rank.seen_at = float(record["begin"]), float(record["end"])
         rank.num_steps, rank.step_seconds = 0, None
         for save in self.in_flight:
             if number in save.ranks and save.begin < float(record["begin"]):
@@ -198,6 +215,18 @@ class RunView:
             if save.begin > begin and save.committed_at is not None and name not in save.carried_at
         ]
         return TierView(name, last, len(waiting), self._tier_errors[name])
+
+
+def seen_in(records: Iterable[Event]) -> tuple[RunView, list[SaveRecord]]:
+    """A run as its records show it, and all of its saves in the order in which they began.
+
+    What was in flight when a process was killed has no end in the list: its flusher may have committed it all the same.
+    """
+    view, table = RunView(), SaveTable()
+    for record in records:
+        view.note(record)
+        table.note(record)
+    return view, table.saves
 
 
 def _plain_rank(number: int, rank: RankView, now: float) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -195,14 +194,6 @@ class SaveTable:
     def saves(self) -> list[SaveRecord]:
         """In the order in which they began."""
         return sorted(self._saves.values(), key=lambda save: save.begin)
-
-
-def saves_of(records: Iterable[Event]) -> list[SaveRecord]:
-    """Put the records of each save together, in the order in which the saves began."""
-    table = SaveTable()
-    for record in records:
-        table.note(record)
-    return table.saves
 
 
 def summary_of(saves: list[SaveRecord]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ Each rank is a process, each kind of work a row of it (several where pieces of i
 line as far as their clocks agree.
 
 Source: "Trace Event Format" of the Chromium project: complete events (``X``), instants (``i``), counters (``C``) and
-metadata (``M``); times in microseconds.
+metadata (``M``); times in microseconds, here to a nanosecond.
 """
 
 from __future__ import annotations
@@ -92,19 +92,19 @@ class _Rows:
     def entries(self, record: Event, origin: float) -> Iterator[dict[str, Any]]:
         """What a record becomes: names of new rows first. The trace begins at ``origin``."""
         event, rank = record["event"], int(record["rank"])
-        at = {"pid": rank + 1, "tid": rank * _STRIDE, "cat": event, "ts": (record["begin"] - origin) * 1e6}
+        at = {"pid": rank + 1, "tid": rank * _STRIDE, "cat": event, "ts": _microseconds(record["begin"] - origin)}
         if event == "clock" or rank not in self._named:
             self._named.add(rank)
             yield _meta("process_name", rank, rank * _STRIDE, {"name": f"rank {rank} {record.get('host', '')}".strip()})
             yield _meta("process_sort_index", rank, rank * _STRIDE, {"sort_index": rank})
         if event in _ROWS:
-            yield from self._complete(record, rank, at)
+            yield from self._complete(record, rank, at, _microseconds(record["end"] - origin))
         elif event in _INSTANTS:
-            end = (record["end"] - origin) * 1e6
-            yield at | {"ph": "i", "s": "p", "ts": end, "name": _name(record), "args": _args(record)}
+            ends = {"ts": _microseconds(record["end"] - origin)}
+            yield at | ends | {"ph": "i", "s": "p", "name": _name(record), "args": _args(record)}
 
-    def _complete(self, record: Event, rank: int, at: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        event, seconds = record["event"], record["end"] - record["begin"]
+    def _complete(self, record: Event, rank: int, at: dict[str, Any], end: float) -> Iterator[dict[str, Any]]:
+        event = record["event"]
         row = _ROWS[event]
         lanes = self._lanes.setdefault((rank, row), [])
         lane = next((number for number, end in enumerate(lanes) if end <= record["begin"]), len(lanes))
@@ -114,10 +114,15 @@ class _Rows:
             yield _meta("thread_name", rank, thread, {"name": row})
             yield _meta("thread_sort_index", rank, thread, {"sort_index": thread})
         lanes[lane] = record["end"]
-        yield at | {"ph": "X", "dur": seconds * 1e6, "tid": thread, "name": _name(record), "args": _args(record)}
+        length = {"dur": round(end - at["ts"], 3)}  # so that what follows at once begins where this ends
+        yield at | length | {"ph": "X", "tid": thread, "name": _name(record), "args": _args(record)}
         if event == "save" and "num_free_slabs" in record:
             for name in ("num_free_slabs", "num_in_flight"):
                 yield at | {"ph": "C", "name": name, "args": {name: record.get(name, 0)}}
+
+
+def _microseconds(seconds: float) -> float:
+    return round(seconds * 1e6, 3)
 
 
 def _meta(name: str, rank: int, thread: int, args: dict[str, Any]) -> dict[str, Any]:
@@ -140,13 +145,21 @@ def _args(record: Event) -> dict[str, Any]:
     return {name: value for name, value in record.items() if name not in _NOT_SHOWN}
 
 
+def _made(partial: str, path: str) -> IO[bytes]:
+    """The file that will take the place of ``path``, which is the name that an error is about."""
+    try:
+        return open(partial, "wb")
+    except OSError as error:
+        raise OSError(error.errno, os.strerror(error.errno or 0), path) from error
+
+
 @contextlib.contextmanager
 def _replacing(path: str) -> Iterator[IO[str]]:
     """A text file that takes the place of ``path`` when the body is done, and vanishes when it fails."""
     partial = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.{os.getpid()}.tmp")
     try:
         with contextlib.ExitStack() as stack:
-            plain = stack.enter_context(open(partial, "wb"))
+            plain = stack.enter_context(_made(partial, path))
             if path.endswith(".gz"):
                 packed = stack.enter_context(gzip.GzipFile(os.path.basename(path)[:-3], "wb", _GZIP_LEVEL, plain))
                 yield stack.enter_context(io.TextIOWrapper(packed, "ascii"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-import importlib.util
+import importlib
 import json
 import os
 import pickle
@@ -23,10 +23,7 @@ from datastates.cli import console, exit_codes, main
 from datastates.cli import main as group
 from datastates.cli.main import COMMANDS, CommandGroup
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "write_cli_docs.py"
-spec = importlib.util.spec_from_file_location("write_cli_docs", SCRIPT)
-write_cli_docs = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(write_cli_docs)
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 
 
 def failing(error):
@@ -233,14 +230,20 @@ def test_json_is_json(capsys):
 # ------------------------------------------------------------------------------------------------ what is said
 
 
-def test_the_document_says_what_help_says():
+@pytest.fixture
+def write_cli_docs(monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPTS)
+    return importlib.import_module("write_cli_docs")
+
+
+def test_the_document_says_what_help_says(write_cli_docs):
     text = write_cli_docs.DOCUMENT.read_text("utf-8")
     assert write_cli_docs.updated(text) == text, "run python scripts/write_cli_docs.py"
     for name in COMMANDS:
         assert f"### {name}\n" in text
 
 
-def test_a_document_that_is_out_of_date_is_found_and_mended(tmp_path, monkeypatch, capsys):
+def test_a_document_that_is_out_of_date_is_found_and_mended(write_cli_docs, tmp_path, monkeypatch, capsys):
     text = write_cli_docs.DOCUMENT.read_text("utf-8")
     stale = tmp_path / "cli.md"
     stale.write_text(text.replace("--directory", "--folder").replace("| 5 |", "| 55 |"))
@@ -254,7 +257,7 @@ def test_a_document_that_is_out_of_date_is_found_and_mended(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_completion_is_offered_as_the_document_says(shell):
+def test_completion_is_offered_as_the_document_says(write_cli_docs, shell):
     program = Path(sys.executable).parent / "datastates"
     env = {**os.environ, "_DATASTATES_COMPLETE": f"{shell}_source"}
     done = subprocess.run([str(program)], capture_output=True, text=True, env=env, timeout=60)

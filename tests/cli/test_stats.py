@@ -14,7 +14,8 @@ from datastates.cli import main
 from datastates.cli.exit_codes import exit_code_of
 from datastates.errors import CheckpointNotFoundError, DataStatesError
 from datastates.record_files import read_records
-from datastates.save_records import saves_of, summary_of
+from datastates.run_view import seen_in
+from datastates.save_records import summary_of
 
 
 def record(event: str, rank: int, begin: float, end: float, **fields: object) -> dict[str, object]:
@@ -49,8 +50,10 @@ def write(folder: Path, records: list[dict[str, object]]) -> None:
 
 def test_ranks_are_put_together(tmp_path):
     write(tmp_path / "events", two_ranks())
-    (tmp_path / "events" / "other.jsonl").write_text('[1]\n{"event": "x", "rank": 0, "begin": "soon", "end": 1}\n')
-    first, second = saves_of(read_records(str(tmp_path / "events")))
+    (tmp_path / "events" / "events-rank-of-others.jsonl").write_text(
+        '[1]\n{"event": "x", "rank": 0, "begin": "soon", "end": 1}\n'
+    )
+    _, (first, second) = seen_in(read_records(str(tmp_path / "events")))
     assert (first.path, first.nbytes, first.ranks) == ("/c/s1", 220, {0, 1})
     assert (first.blocked_seconds, first.fenced_seconds) == (0.75, 0.75)
     assert (first.staged_seconds, first.durable_seconds, first.committed_seconds) == (2.0, 4.0, 5.0)
@@ -72,7 +75,7 @@ def test_what_a_real_run_writes(tmp_path):
         with pytest.raises(DataStatesError):
             engine.save({"w": torch.ones(10)}, str(tmp_path / "file" / "c.pt"))
             engine.wait(persist=True)
-    first, *others = saves_of(read_records(str(events)))
+    _, (first, *others) = seen_in(read_records(str(events)))
     sizes = [(folder / name).stat().st_size for name in ("a.pt", "b.pt")]
     assert (first.path, first.nbytes, first.ranks) == (str(folder), sum(sizes), {0})
     assert 0 < first.blocked_seconds < first.durable_seconds <= first.committed_seconds
@@ -104,6 +107,12 @@ def test_a_save_that_was_cut_off_is_counted_as_such(tmp_path):
     assert "without an end" not in CliRunner().invoke(main, ["stats", str(tmp_path / "events")]).stdout
 
 
+def test_records_without_a_path_are_shown(tmp_path):
+    write(tmp_path / "events", [record("skipped", 0, 1.0, 2.0, attempt="a", path="", error="busy")])
+    done = CliRunner().invoke(main, ["stats", str(tmp_path)])  # the folder of records in one of checkpoints
+    assert done.exit_code == 0 and "busy" in done.stdout
+
+
 @pytest.mark.parametrize("name", ["missing", "empty"])
 def test_no_records(tmp_path, name):
     (tmp_path / "empty").mkdir()
@@ -130,6 +139,6 @@ def test_no_records(tmp_path, name):
     ids=range(11),
 )
 def test_records_of_others_are_left_out(tmp_path, line):
-    (tmp_path / "a.jsonl").write_text(line + "\n")
+    (tmp_path / "events-rank00000.jsonl").write_text(line + "\n")
     with pytest.raises(CheckpointNotFoundError, match="no records"):
-        read_records(str(tmp_path))
+        list(read_records(str(tmp_path)))

@@ -16,14 +16,14 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from datastates import record_files
 from datastates.checkpoint_engine import CheckpointEngine
 from datastates.cli import main, watch
 from datastates.cli.exit_codes import exit_code_of
 from datastates.cli.watch import Watched
 from datastates.errors import CheckpointNotFoundError
 from datastates.events import Event
-from datastates.run_view import CUT_OFF, RunView
-from datastates.save_records import saves_of
+from datastates.run_view import CUT_OFF, RunView, seen_in
 
 NAMES = {"attempt": "a", "path": "/c/step1/w.pt"}
 
@@ -75,6 +75,22 @@ def test_a_new_process_ends_what_an_older_one_had_in_flight():
     assert view.ranks[0].num_steps == 0
 
 
+def test_ranks_of_a_larger_job_before_this_one_are_not_counted():
+    earlier = [clock(0.0, rank, pid=1) for rank in range(4)]
+    earlier += [record("flush", 0.0, 1.0, rank, **NAMES, index=0, nbytes=100) for rank in range(4)]
+    earlier += [record("step", 1.0, 2.0, rank, number=50) for rank in range(4)]
+    view = view_of(*earlier)
+    assert sorted(view.present) == [0, 1, 2, 3] and view.rate("flush_nbytes_per_second") == 400.0
+    later = [clock(10.0, rank, pid=2) for rank in range(2)]
+    later += [record("flush", 10.0, 11.0, rank, **NAMES, index=0, nbytes=100) for rank in range(2)]
+    view.note_all(later)
+    assert sorted(view.present) == [0, 1] and view.rate("flush_nbytes_per_second") == 200.0
+    view.note(clock(20.0, 0, pid=2))  # its clock was set: no start
+    assert sorted(view.present) == [0, 1]
+    text = watch._run_text(view, 30.0)
+    assert text.startswith("2 ranks on node0 (2 more before the last start)")
+
+
 def test_rates_are_those_of_all_ranks_together():
     ranks = [record("flush", 0.0, 2.0, rank, **NAMES, index=0, nbytes=100) for rank in (0, 1)]
     assert view_of(*ranks).rate("flush_nbytes_per_second") == 100.0
@@ -98,7 +114,7 @@ def test_what_an_earlier_run_has_saved_may_be_carried_by_this_one():
     assert view.in_flight == []
     (tier,) = view.tiers
     assert (tier.num_behind, tier.last.path) == (1, "/c/old")
-    assert [save.path for save in saves_of([*a_save("a", 1.0), carried])] == ["/c/a"]
+    assert [save.path for save in seen_in([*a_save("a", 1.0), carried])[1]] == ["/c/a"]
 
 
 def test_a_tier_that_cannot_be_reached_at_all_is_told_until_it_can():
@@ -205,6 +221,40 @@ def test_a_folder_that_is_not_there_is_an_error_only_when_looked_at_once(tmp_pat
     watched = Watched(str(tmp_path / "nowhere"), str(tmp_path / "nowhere"))
     watched.look()
     assert watched.latest is None
+
+
+def test_what_counts_is_said_where_not_all_was_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(record_files, "TAIL_BYTES", 1500)
+    monkeypatch.setattr(record_files, "LEAST_TAIL_BYTES", 1500)
+    saves = [one for number in range(100) for one in a_save(f"a{number}", 100.0 * number)]
+    write(tmp_path / "events-rank00000.jsonl", clock(0.0), *saves)
+    watched = Watched(str(tmp_path), str(tmp_path))
+    watched.look()
+    assert watched.plain(10_000.0)["is_cut"] and watched.view.num_committed < 10
+    span = watched.view.begin
+    assert span is not None and span > 9000.0
+    assert f"{watched.view.num_committed} in the last " in str(watched.rows(10_000.0)[1][1])
+
+
+@pytest.mark.parametrize("name", [b"\0\0\0\0", b"", b"gone"])
+def test_a_latest_that_names_nothing_is_no_error(tmp_path, name):
+    (tmp_path / "latest").write_bytes(name)
+    assert ("not committed" in look(tmp_path)) == bool(name)
+
+
+def test_a_server_that_is_away_for_a_while_does_not_end_it(tmp_path, monkeypatch):
+    watched = Watched(str(tmp_path), str(tmp_path))
+    looks = watch._looks(watched, 0.5, once=False, pause=lambda _seconds: None)
+    next(looks)
+    with monkeypatch.context() as patch:
+        patch.setattr(watch, "read_latest", lambda _folder: (_ for _ in ()).throw(OSError("stale file handle")))
+        next(looks)
+        assert watched.plain(0.0)["trouble"] == "stale file handle"
+        assert watched.rows(0.0)[0][0] == "trouble"
+        with pytest.raises(OSError, match="stale"):
+            next(watch._looks(watched, 0.5, once=False))
+    next(looks)
+    assert watched.trouble == "" and watched.rows(0.0)[0][0] == "run"
 
 
 def test_a_pause_lies_between_two_looks(tmp_path):

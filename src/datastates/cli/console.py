@@ -150,7 +150,9 @@ def size_text(nbytes: float) -> str:
 
 
 def path_text(path: str) -> str:
-    """A path for people: from the current folder where it lies in it, otherwise as it is."""
+    """A path for people: from the current folder where it lies in it, otherwise as it is; "-" where there is none."""
+    if not path:
+        return "-"
     inside = os.path.relpath(path)
     return path if inside == os.pardir or inside.startswith(os.pardir + os.sep) else inside
 

@@ -9,10 +9,9 @@ from rich.text import Text
 
 from datastates.cli.console import duration_text, json_option, path_text, print_json, print_rows, size_text
 from datastates.openmetrics import openmetrics_text
-from datastates.record_files import in_order_of_end, read_records
-from datastates.run_meter import advice_of, meters_of
-from datastates.run_view import RunView
-from datastates.save_records import SaveRecord, saves_of, summary_of
+from datastates.record_files import read_records
+from datastates.run_view import seen_in
+from datastates.save_records import SaveRecord, summary_of
 
 _PLAIN = (
     "attempt",
@@ -43,21 +42,20 @@ _HEADER = ("begun", "size", "ranks", "blocked", "held back", "staged", "durable"
 def command(records: str, last: int | None, openmetrics: bool, as_json: bool) -> None:
     """Show what the records of a run say about its saves.
 
-    RECORDS is the folder that events_dir names in the section datastates_ckpt, or one file of it. Times count from the
-    begin of a save and are those of its slowest rank: blocked (the call of save), held back (optimizer steps that
-    waited for copies), staged (all copied), durable (all on the device), committed (visible as a whole). Then what
-    interval is sustainable and which cache hides a save, by what was measured.
+    RECORDS is the folder that events_dir names in the section datastates_ckpt, one file of it, or a folder of
+    checkpoints that has it as "events". Times count from the begin of a save and are those of its slowest rank: blocked
+    (the call of save), held back (optimizer steps that waited for copies), staged (all copied), durable (all on the
+    device), committed (visible as a whole). Then what interval is sustainable and which cache hides a save, by what was
+    measured.
     """
     if openmetrics and (as_json or last):
         raise click.UsageError("--openmetrics excludes --json and --last")
-    found = read_records(records)
+    view, saves = seen_in(read_records(records))
     if openmetrics:
-        view = RunView()
-        view.note_all(in_order_of_end(found))
         click.echo(openmetrics_text(view), nl=False)
         return
-    saves = saves_of(found)[-last if last else 0 :]
-    summary, advice = summary_of(saves), advice_of(meters_of(in_order_of_end(found)).values())
+    saves = saves[-last if last else 0 :]
+    summary, advice = summary_of(saves), view.advice
     if as_json:
         plain = None if advice is None else advice.plain()
         print_json({"summary": summary, "advice": plain, "saves": [_plain(save) for save in saves]})

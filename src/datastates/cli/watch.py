@@ -24,14 +24,11 @@ from datastates.cli.console import (
 )
 from datastates.errors import CorruptCheckpointError
 from datastates.manifest import read_commit, read_latest
-from datastates.record_files import GrowingFolder, no_records
+from datastates.record_files import EVENTS, GrowingFolder, no_records
 from datastates.run_view import RankView, RunView, TierView
 from datastates.save_records import SaveRecord
 
 now = time.time
-
-EVENTS = "events"
-"""Name of a folder of records that is looked for in the folder of checkpoints."""
 
 _RANKS_SHOWN = 8
 Row = list[str | Text]
@@ -39,7 +36,7 @@ Row = list[str | Text]
 
 @click.command()
 @click.argument("directory", type=click.Path(), default=".")
-@click.option("--events", type=click.Path(), help='Folder of records; by default DIRECTORY and "events" in it.')
+@click.option("--events", type=click.Path(), help=f'Folder of records; by default DIRECTORY or "{EVENTS}" in it.')
 @click.option("--every", type=Amount(0.1, 3600), default=1.0, show_default=True, help="Seconds between two looks.")
 @click.option("--once", is_flag=True, help="Look once instead of until Ctrl-C.")
 @json_option
@@ -50,7 +47,7 @@ def command(directory: str, events: str | None, every: float, once: bool, as_jso
     datastates_ckpt. Without records only the newest checkpoint can be told. Reads what is new in the records and two
     small files, so that it may run beside the job; ranks may come and go.
     """
-    watched = Watched(directory, *([events] if events else [directory, os.path.join(directory, EVENTS)]))
+    watched = Watched(directory, events or directory)
     if once and not os.path.exists(directory):
         raise no_records(directory)
     try:
@@ -67,16 +64,18 @@ def command(directory: str, events: str | None, every: float, once: bool, as_jso
 class Watched:
     """What is known of a job, brought up to date by `look`."""
 
-    def __init__(self, directory: str, *events: str) -> None:
+    def __init__(self, directory: str, events: str) -> None:
         """Args:
         directory: of checkpoints, or of records; it need not be there yet.
-        events: folders of records, or single files; they need not be there yet.
+        events: what `record_paths` takes; it need not be there yet.
         """
         self.view = RunView()
         self.latest: tuple[str, float | None] | None = None
         """What ``latest`` names, and the Unix time of its commit; None where there is none."""
         self._directory = directory
-        self._records = GrowingFolder(*events)
+        self.trouble = ""
+        """Why the last look was in vain; empty where it was not."""
+        self._records = GrowingFolder(events)
 
     def look(self) -> None:
         """Read what is new. Raises OSError for what is there and cannot be read."""
@@ -88,12 +87,15 @@ class Watched:
     def plain(self, at: float) -> dict[str, Any]:
         """For machines: `RunView.plain`, and ``latest``."""
         tag, committed_at = self.latest or (None, None)
-        return {"time": at, "latest": tag, "latest_committed_at": committed_at, **self.view.plain(at)}
+        found = {"time": at, "trouble": self.trouble, "latest": tag, "latest_committed_at": committed_at}
+        return {**found, "records_since": self.view.begin, "is_cut": self._records.is_cut, **self.view.plain(at)}
 
     def rows(self, at: float) -> list[Row]:
         """For people: a label and a text each."""
-        rows: list[Row] = [["run", _run_text(self.view, at)]]
-        rows.append(["committed", _committed_text(self.view, self.latest, at)])
+        rows: list[Row] = [["trouble", Text(self.trouble, style="red")]] if self.trouble else []
+        rows.append(["run", _run_text(self.view, at)])
+        since = self.view.begin if self._records.is_cut else None
+        rows.append(["committed", _committed_text(self.view, self.latest, at, since)])
         rows += [["in flight", _flight_text(save, at)] for save in self.view.in_flight]
         rows.append(["rates", _rates_text(self.view)])
         rows += [["tier", _tier_text(tier)] for tier in self.view.tiers]
@@ -104,13 +106,17 @@ class Watched:
 def _looks(
     watched: Watched, every: float, *, once: bool, pause: Callable[[float], object] = time.sleep
 ) -> Iterator[None]:
-    """One look after the other, for ever unless ``once``."""
-    while True:
-        watched.look()
-        yield
-        if once:
-            return
+    """One look after the other, for ever unless ``once``. What the first look raises is raised, later it is shown."""
+    watched.look()
+    yield
+    while not once:
         pause(every)
+        try:
+            watched.look()
+            watched.trouble = ""
+        except OSError as error:  # a server that is away for a while
+            watched.trouble = str(error)
+        yield
 
 
 def _show(watched: Watched, every: float, *, once: bool) -> None:
@@ -128,8 +134,10 @@ def _show(watched: Watched, every: float, *, once: bool) -> None:
 
 def _latest_in(directory: str) -> tuple[str, float | None] | None:
     tag = read_latest(directory)
-    if tag is None:
+    if not tag:
         return None
+    if not os.path.isdir(os.path.join(directory, tag)):  # also where no folder can have such a name
+        return tag, None
     try:
         commit = read_commit(os.path.join(directory, tag))
     except CorruptCheckpointError:
@@ -140,11 +148,14 @@ def _latest_in(directory: str) -> tuple[str, float | None] | None:
 def _run_text(view: RunView, at: float) -> str:
     if not view.ranks:
         return "no records yet; they are written where events_dir is set"
-    hosts = sorted({rank.host for rank in view.ranks.values() if rank.host})
+    present = view.present
+    hosts = sorted({rank.host for rank in present.values() if rank.host})
     where = f" on {', '.join(hosts[:_RANKS_SHOWN])}{', …' if len(hosts) > _RANKS_SHOWN else ''}" if hosts else ""
-    number = len(view.ranks)
+    number = len(present)
     text = f"{number} {'rank' if number == 1 else 'ranks'}{where}"
-    slowest = min(view.ranks.values(), key=lambda rank: rank.num_steps)
+    if gone := len(view.ranks) - number:
+        text += f" ({gone} more before the last start)"
+    slowest = min(present.values(), key=lambda rank: rank.num_steps)
     if slowest.num_steps:
         text += f"; {slowest.num_steps} steps since its start, {_step_text(slowest)}"
     return f"{text}; seen {_age(max(rank.seen_at for rank in view.ranks.values()), at)}"
@@ -156,10 +167,12 @@ def _step_text(rank: RankView) -> str:
     return last if typical is None else f"{last}, without saves {duration_text(typical)}"
 
 
-def _committed_text(view: RunView, latest: tuple[str, float | None] | None, at: float) -> str | Text:
+def _committed_text(view: RunView, latest: tuple[str, float | None] | None, at: float, since: float | None) -> str:
+    """What is committed; ``since`` is the begin of what is counted where that is not the begin of the run."""
     lost = max((rank.num_lost for rank in view.ranks.values()), default=0)
     skipped = max((rank.num_skipped for rank in view.ranks.values()), default=0)
-    text = f"{view.num_committed}, {lost} lost, {skipped} skipped" if view.ranks else "-"
+    span = "" if since is None else f" in the last {duration_text(max(at - since, 0.0))}"
+    text = f"{view.num_committed}{span}, {lost} lost, {skipped} skipped" if view.ranks else "-"
     last = view.last_committed
     if last is not None and last.committed_at is not None and last.committed_seconds is not None:
         text += f"; last {path_text(last.path)}, {size_text(last.nbytes)}, {_age(last.committed_at, at)}"

@@ -8,20 +8,18 @@ from datastates.advice import Advice, Measured, advise, widest
 from datastates.config import GIB
 from datastates.doctor.findings import Finding, good, warning
 from datastates.figures import figure
-from datastates.record_files import in_order_of_end, read_records
-from datastates.run_meter import meters_of
-from datastates.save_records import saves_of
+from datastates.record_files import read_records
+from datastates.run_view import seen_in
 
 
 def record_findings(path: str) -> Iterator[Finding]:
-    """Findings about a folder of records, or one file of it.
+    """Findings about a folder of records, one file of it, or a folder of checkpoints that has it as ``events``.
 
     Raises:
         CheckpointNotFoundError: there are none.
         OSError: they cannot be read.
     """
-    records = read_records(path)
-    saves = saves_of(records)
+    view, saves = seen_in(read_records(path))
     lost = [save for save in saves if save.failure]
     num_committed = sum(save.committed_at is not None for save in saves)
     message = f"of {len(saves)} saves {num_committed} were committed, {len(lost)} lost or skipped"
@@ -30,7 +28,7 @@ def record_findings(path: str) -> Iterator[Finding]:
         if lost
         else good("saves", message)
     )
-    measured = [meter.measured for meter in meters_of(in_order_of_end(records)).values()]
+    measured = [rank.meter.measured for rank in view.present.values()]
     advised = [(one, advice) for one in measured if (advice := advise(one)) is not None]
     overall = widest(advice for _, advice in advised)
     if overall is None:
