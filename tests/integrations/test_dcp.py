@@ -275,6 +275,27 @@ def test_what_exceeds_the_budget_and_the_host_cache_is_staged_before_the_call_re
     assert_same(loaded(state, DataStatesReader(tmp_path / "x")), expected)
 
 
+def test_what_exceeds_them_is_waited_for_also_where_it_was_submitted_before_dcp_asks(tmp_path):
+    answers = []
+
+    class Slow(DataStatesWriter):
+        @property
+        def should_synchronize_after_execute(self) -> bool:
+            assert self._background.last().submitted.wait(60)
+            answers.append(super().should_synchronize_after_execute)
+            return answers[-1]
+
+    config = CheckpointConfig(**SETTINGS, eager_budget_bytes=8192)
+    state = {f"t{n}": torch.full((10_000,), float(n)) for n in range(80)}
+    expected = copy.deepcopy(state)
+    with Slow(config=config) as writer:
+        future = dcp.async_save(state, checkpoint_id=tmp_path / "x", storage_writer=writer)
+        change(state)
+        future.result(60)
+    assert answers == [True]
+    assert_same(loaded(state, DataStatesReader(tmp_path / "x")), expected)
+
+
 def test_many_small_tensors_beyond_the_budget_hold_up_neither_the_call_nor_the_step(tmp_path):
     config = CheckpointConfig(**SETTINGS, eager_budget_bytes=8192)
     state = {f"t{n}": torch.full((512,), float(n)) for n in range(500)}  # 1 MB, of which the host cache takes the rest

@@ -29,6 +29,7 @@ class BackgroundSave:
         promise: holds the fence.
         before: the save that has to end first.
         snapshot: the state; emptied once it is submitted.
+        must_be_staged: before the caller may go on, since more may change than could be copied.
         save: what DCP's thread has made of it.
         begun: DCP's thread has got the state.
         submitted: this rank's part is complete, or the save has failed.
@@ -38,6 +39,7 @@ class BackgroundSave:
     promise: PromisedJob
     before: BackgroundSave | None
     snapshot: Snapshot = dataclasses.field(default_factory=Snapshot)
+    must_be_staged: bool = False
     save: Save | None = None
     begun: threading.Event = dataclasses.field(default_factory=threading.Event)
     submitted: threading.Event = dataclasses.field(default_factory=threading.Event)

@@ -173,6 +173,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         try:
             rule = EagerRule(self.config.eager_bytes, self._is_volatile)
             save.snapshot = take_snapshot(state_dict, promise.captures, promise.copies, rule)
+            save.must_be_staged = not save.snapshot.is_complete
             promise.mark_ready(save.snapshot.devices)
             if save.snapshot.is_independent and not self.config.verify_staging:
                 promise.let_go()
@@ -189,7 +190,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
     def should_synchronize_after_execute(self) -> bool:
         """Whether more had to be copied inside of the call than ``eager_budget_bytes`` allows."""
         save = self._background.last()
-        return save is not None and not save.snapshot.is_complete
+        return save is not None and save.must_be_staged
 
     def synchronize_staging(self) -> None:
         """Block until the last save is in the host cache, or has failed."""
