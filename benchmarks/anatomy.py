@@ -25,6 +25,7 @@ import torch
 from datastates.config import CheckpointConfig
 from datastates.formats import geometry, torch_layout, torch_planner, torch_structure
 from datastates.saver import Saver
+from datastates.staging import Staging
 
 PARTS: list[tuple[str, Any, str]] = [
     ("pickle the structure, with a mark for each tensor", torch_planner, "skeleton_of"),
@@ -33,7 +34,7 @@ PARTS: list[tuple[str, Any, str]] = [
     ("compare shapes, strides, dtypes, devices", geometry.Looks, "fit"),
     ("copy the small tensors", torch_structure.Structure, "copies"),
     ("put the file's image together", torch_layout.Layout, "fill"),
-    ("tell flusher and stager", Saver, "_submit"),
+    ("tell flusher and stager", Staging, "submit"),
 ]
 ROUNDS = 7
 

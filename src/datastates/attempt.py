@@ -26,6 +26,13 @@ class SaveHandle:
     staged: Future[None]
     committed: Future[CommitResult]
 
+    @classmethod
+    def of_nothing(cls, path: str, committed: Future[CommitResult]) -> SaveHandle:
+        """That of a file which is not saved: the state may be changed at once."""
+        staged = running_future(type(None))
+        staged.set_result(None)
+        return cls(path, 0, staged, committed)
+
 
 @dataclass(slots=True, eq=False)
 class Attempt:

@@ -24,7 +24,7 @@ def test_it_returns_when_the_checkpoint_is_there_or_says_why_it_is_lost(tmp_path
                 engine.save({"w": torch.ones(1000)}, str(out / "global_step2" / "mp_rank_00_model_states.pt"))
                 if is_lost:
                     attempt.error = CommitError("a fault of the test")
-                    engine.saver._give_up(attempt)
+                    engine.saver._requests.give_up(attempt)
 
         wrapped = trainer.save_model(save)
         caller = SimpleNamespace(args=SimpleNamespace(output_dir=str(out)))

@@ -294,7 +294,7 @@ def test_the_best_one_is_lost(tmp_path, is_loaded):
             def begin_and_fail(*args, **kwargs):
                 attempt = begin(*args, **kwargs)
                 attempt.error = DataStatesError("a fault of the test")
-                saver._give_up(attempt)
+                saver._requests.give_up(attempt)
                 return attempt
 
             saver.begin = begin_and_fail

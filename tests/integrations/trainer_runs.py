@@ -182,7 +182,7 @@ def train_on_two_nodes(folder: str) -> None:
             def begin_and_fail(*args: Any, **kwargs: Any) -> Any:
                 attempt = begin(*args, **kwargs)
                 attempt.error = DataStatesError("a fault of the test")
-                saver._give_up(attempt)
+                saver._requests.give_up(attempt)
                 return attempt
 
             saver.begin = begin_and_fail
