@@ -12,6 +12,8 @@ import torch
 from datastates.copier import copier_for
 from datastates.events import Event, EventLog
 from datastates.fence import Fence
+from datastates.plan import FilePlan
+from datastates.staging_job import StagingJob
 
 
 class Training:
@@ -89,3 +91,16 @@ def test_without_its_hook_nothing_is_recorded(training):
     training.fence.remove()
     training.optimizer().step()
     assert training.numbers == []
+
+
+def test_what_is_asked_for_while_the_fence_closes_is_heard_of_when_it_is_closed():
+    heard: list[tuple[list[object], bool]] = []
+    job = StagingJob(FilePlan("nothing", 0, ()), None, "a.pt")
+    job.finish(None)
+    fence = Fence(copier_for, EventLog(), before_closed=lambda jobs: heard.append((list(jobs), fence.is_open)))
+    try:
+        fence.add(job)
+        fence.close()
+    finally:
+        fence.remove()
+    assert heard == [([job], True), ([], False)]

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from datastates.errors import ClosedError
+from datastates.errors import ClosedError, ReentranceError
 from datastates.life_cycle import LifeCycle
 
 _ORDER = list(LifeCycle)
@@ -18,10 +18,10 @@ class Entrance:
 
     def __init__(self) -> None:
         self._owner = os.getpid()
-        # protects _life and _num_inside; reentrant, since a signal handler may save, too
+        # protects _life and _inside; reentrant, so that a signal handler is refused, and does not wait for itself
         self._condition = threading.Condition(threading.RLock())
         self._life = LifeCycle.OPEN
-        self._num_inside = 0
+        self._inside: set[int] = set()  # threads
         self._closed = threading.Event()
 
     @property
@@ -34,29 +34,35 @@ class Entrance:
         return self._life is LifeCycle.OPEN and self.is_ours
 
     def check(self) -> None:
-        """Raise ClosedError unless the saver is open, and this process's."""
+        """Raise ClosedError unless the saver is open and this process's, ReentranceError on a thread that is inside."""
         if not self.is_ours:
             raise ClosedError(
                 f"this saver belongs to process {self._owner}; a forked child ({os.getpid()}) cannot save through it"
             )
         if self._life is not LifeCycle.OPEN:
             raise ClosedError(f"the saver is {self._life.value}: nothing more can be saved through it")
+        self._refuse_reentrance()
 
     @contextmanager
     def inside(self) -> Iterator[None]:
         """Closing waits for the body to end. Raises what `check` does."""
         with self._condition:
             self.check()
-            self._num_inside += 1
+            self._inside.add(threading.get_ident())
         try:
             yield
         finally:
             with self._condition:
-                self._num_inside -= 1
+                self._inside.discard(threading.get_ident())
                 self._condition.notify_all()
 
     def begin_closing(self, timeout: float | None) -> bool:
-        """Let nobody in any more. Returns False if somebody else closes, after waiting for that."""
+        """Let nobody in any more. Returns False if somebody else closes, after waiting for that.
+
+        Raises:
+            ReentranceError: this thread is inside.
+        """
+        self._refuse_reentrance()
         with self._condition:
             is_first, self._life = self._life is LifeCycle.OPEN, max(self._life, LifeCycle.CLOSING, key=_ORDER.index)
         if not is_first:
@@ -66,9 +72,13 @@ class Entrance:
     def wait_empty(self, timeout: float | None) -> None:
         """Block until nobody is inside, or the time is over."""
         with self._condition:
-            self._condition.wait_for(lambda: self._num_inside == 0, timeout)
+            self._condition.wait_for(lambda: not self._inside, timeout)
 
     def end_closing(self) -> None:
         """All is closed."""
         self._life = LifeCycle.CLOSED
         self._closed.set()
+
+    def _refuse_reentrance(self) -> None:
+        if threading.get_ident() in self._inside:
+            raise ReentranceError(ReentranceError.ADVICE)

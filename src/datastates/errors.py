@@ -6,6 +6,7 @@
     ├── ConfigError            (ValueError)      a setting is unknown, of the wrong type or out of range
     ├── StateError             (TypeError)       a leaf of the state cannot be saved; names its fqn
     ├── ClosedError            (RuntimeError)    the object was closed, or belongs to another process
+    ├── ReentranceError        (RuntimeError)    a signal handler has called what it has interrupted
     ├── TornSnapshotError      (RuntimeError)    a tensor changed between save() and its copy
     ├── GraphCaptureError      (RuntimeError)    a save, or a wait for one, in the midst of recording a graph
     ├── HostCacheError         (MemoryError)     the host cache cannot be made as large as asked
@@ -56,6 +57,15 @@ class StateError(DataStatesError, TypeError):
 
 class ClosedError(DataStatesError, RuntimeError):
     """The object was closed, or is used in a process that did not make it."""
+
+
+class ReentranceError(DataStatesError, RuntimeError):
+    """A signal handler called into a save that is half made: it has interrupted it. Nothing was done."""
+
+    ADVICE = (
+        "a signal handler has interrupted a save, and cannot save, wait or close before that is made: let it set a "
+        "flag, and save at the next step (Checkpointer.preemption does)"
+    )
 
 
 class TornSnapshotError(DataStatesError, RuntimeError):

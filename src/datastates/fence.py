@@ -8,6 +8,7 @@ behind its first evaluation. What no such hook sees (writes by the training scri
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -70,7 +71,8 @@ class Fence:
             self._jobs.append(job)
             if self._before_closed is None:  # else somebody wants to hear of every job
                 for other in [other for other in self._jobs if other.staged.done()]:
-                    self._jobs.remove(other)  # one by one: a signal handler may add another meanwhile
+                    with contextlib.suppress(ValueError):  # one by one: a signal handler may add and remove meanwhile
+                        self._jobs.remove(other)
 
     def close(self, timeout: float | None = None) -> None:
         """Return when the state may be changed.
@@ -95,6 +97,9 @@ class Fence:
             self._before_closed(jobs)
         with self._lock:
             self._jobs = [job for job in self._jobs if job not in jobs]
+            is_closed = not self._jobs
+        if self._before_closed is not None and is_closed:
+            self._before_closed([])  # what another thread has asked for since, and found the fence open still
         end = now()
         self.held_seconds += end - begin
         self._events.record("fence", begin, end, num_files=len(jobs))

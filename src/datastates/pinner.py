@@ -39,7 +39,8 @@ class Pinner:
         self._registered: list[torch.Tensor] = []
         self._reserved = reserved
         self._is_closing = False
-        self._lock = threading.Lock()  # protects _thread and _is_closing
+        self._lock = threading.RLock()  # protects the thread's start and _is_closing; a signal handler may save, too
+        self._is_started = False
         self._thread: threading.Thread | None = None
 
     @property
@@ -50,7 +51,8 @@ class Pinner:
     def start(self, device_index: int) -> None:
         """Begin to register the memory, with this CUDA device current; idempotent, returns at once."""
         with self._lock:
-            if self._thread is None and not self._is_closing:
+            if not self._is_started and not self._is_closing:
+                self._is_started = True
                 name = "datastates-pinner"
                 self._thread = threading.Thread(target=self._run, args=(device_index,), name=name, daemon=True)
                 self._thread.start()

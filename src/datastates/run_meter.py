@@ -116,7 +116,7 @@ class RunMeter:
 
     def _note_begin(self, record: Event, save: SaveRecord | None, begin: float, end: float) -> None:
         attempt = str(record.get("attempt", ""))
-        if save is not None and all(known.attempt != attempt for known in self._begins):
+        if save is not None and all(known.attempt != attempt for known in tuple(self._begins)):
             self._begins.append(_Begin(attempt, begin, self._held_seconds, self._num_steps))
         if record["event"] == "save":
             self._saved_at = end

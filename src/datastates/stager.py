@@ -90,7 +90,7 @@ class Stager(Generic[FileT]):
         self._loss_of = loss_of
         self._on_lost = on_lost
         self._make_copier = make_copier
-        self._copiers_lock = threading.Lock()  # protects the creation of copiers
+        self._copiers_lock = threading.RLock()  # protects the creation of copiers; a signal handler may save, too
         self._copiers: dict[torch.device, Copier] = {}
         self._jobs: queue.SimpleQueue[StagingJob[FileT] | None] = queue.SimpleQueue()
         self._filled: deque[_FilledSlab[FileT]] = deque()
@@ -103,9 +103,8 @@ class Stager(Generic[FileT]):
     def copier(self, device: torch.device) -> Copier:
         """The one copier of a device."""
         with self._copiers_lock:
-            if device not in self._copiers:
-                self._copiers[device] = self._make_copier(device)
-            return self._copiers[device]
+            known = self._copiers.get(device)
+            return known or self._copiers.setdefault(device, self._make_copier(device))
 
     def submit(self, job: StagingJob[FileT]) -> None:
         """Queue a file; returns at once. Marks the devices' current streams: the copies wait for what they hold.

@@ -94,6 +94,39 @@ time.sleep(60)
     assert torch.load(tmp_path / "last.pt")["n"] == 1
 
 
+def test_a_signal_handler_that_has_interrupted_a_save_is_refused_and_harms_nothing(tmp_path):
+    code = """
+import random
+from datastates.errors import ReentranceError
+answers = {"saved": [], "refused": 0}
+def handler(number, frame):
+    try:
+        engine.save({"n": torch.full((100,), len(answers["saved"]))}, f"handler{len(answers['saved'])}.pt")
+        answers["saved"].append(True)
+    except ReentranceError:
+        answers["refused"] += 1
+    arm()
+def arm():
+    signal.setitimer(signal.ITIMER_REAL, 0.0001 + 0.002 * random.random())
+signal.signal(signal.SIGALRM, handler)
+arm()
+for number in range(150):
+    engine.save({"n": torch.full((100,), number), "w": torch.full((40_000,), float(number))}, f"loop{number % 4}.pt")
+while not (answers["saved"] and answers["refused"]):
+    engine.save({"n": torch.full((100,), 149), "w": torch.full((40_000,), 149.0)}, "loop1.pt")
+signal.setitimer(signal.ITIMER_REAL, 0)
+engine.wait(persist=True)
+engine.close()
+for number in range(len(answers["saved"])):
+    assert torch.load(f"handler{number}.pt")["n"][0] == number
+print("all there")
+"""
+    found, out, err = run(tmp_path, ENGINE + code)
+    assert (found, out.split("\n")[-2]) == (0, "all there"), err
+    for number in (146, 147, 148, 149):
+        assert torch.load(tmp_path / f"loop{number % 4}.pt")["w"][0] == number
+
+
 def test_forked_workers_that_live_on_do_not_keep_the_flusher(tmp_path):
     """A data-loader worker holds copies of the trainer's descriptors, the socket among them."""
     code = """

@@ -43,21 +43,25 @@ class Totals:
     def __init__(self) -> None:
         self._lock = threading.RLock()  # protects _totals; a signal handler may save, too
         self._totals = SaveTotals()
+        self._num_saves = 0
+        self._blocked_seconds = 0.0
 
     def follow(self, committed: Future[CommitResult], step: int, blocked_seconds: float) -> None:
         """Count a save, and its end when that comes."""
         with self._lock:
-            self._totals = replace(
-                self._totals,
-                num_saves=self._totals.num_saves + 1,
-                blocked_seconds=self._totals.blocked_seconds + blocked_seconds,
-            )
+            self._num_saves += 1  # nothing is called between reading and writing: no handler can come in between
+            self._blocked_seconds += blocked_seconds
         committed.add_done_callback(lambda done: self._note(done, step))
 
     def now(self, fenced_seconds: float) -> SaveTotals:
         """The counts at this moment."""
         with self._lock:
-            return replace(self._totals, fenced_seconds=fenced_seconds)
+            return replace(
+                self._totals,
+                num_saves=self._num_saves,
+                blocked_seconds=self._blocked_seconds,
+                fenced_seconds=fenced_seconds,
+            )
 
     def _note(self, done: Future[CommitResult], step: int) -> None:
         error = done.exception()

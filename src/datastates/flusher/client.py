@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 
 from datastates.config import DIRECT_IO_BYTES
-from datastates.errors import ClosedError, CommitError, StorageError
+from datastates.errors import ClosedError, CommitError, ReentranceError, StorageError
 from datastates.events import EventLog, now
 from datastates.flusher import launch
 from datastates.flusher.ledger import PREFAULT_BYTES, Ledger
@@ -81,6 +82,7 @@ class FlusherClient:
             FlusherDiedError: it cannot be started.
         """
         self._owner = os.getpid()
+        self._user = 0  # the thread that is in `_locked`, 0 while there is none
         self._rank = rank
         self._cache_nbytes = cache_nbytes
         settings = launch.Settings(
@@ -288,11 +290,21 @@ class FlusherClient:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
+        """Not to be entered twice by one thread: a signal handler may have interrupted a change that is half made.
+
+        The lock itself may be, so that such a handler is refused instead of waiting for itself.
+        """
         self._check_owner()
+        if self._user == threading.get_ident():
+            raise ReentranceError(ReentranceError.ADVICE)
         with self._supervisor.lock:
             if self._supervisor.life is not LifeCycle.OPEN:
                 raise ClosedError(f"the flusher client is {self._supervisor.life.value}")
-            yield
+            self._user = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._user = 0
 
 
 def _check_file(path: str, nbytes: int, slab_bytes: int, seals: Sequence[Seal]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -49,7 +50,7 @@ class Ledger:
         self._on_slab_free = on_slab_free
         self._events = events
         self._files: dict[int, FlushFile] = {}
-        self._num_files = 0
+        self._numbers = itertools.count(1)
         self._deferred: list[Callable[[], object]] = []
 
     def __repr__(self) -> str:
@@ -61,8 +62,8 @@ class Ledger:
         return bool(self.prefaults) or any(attempt.is_pending for attempt in self.attempts.values())
 
     def next_number(self) -> int:
-        self._num_files += 1
-        return self._num_files
+        """Of a file; no two are the same, though a signal handler may save while this is called."""
+        return next(self._numbers)
 
     def attempt(self, name: str) -> Attempt:
         """The attempt of that name, begun now if need be. Raises ValueError if it is settled."""

@@ -52,7 +52,7 @@ class Supervisor:
         self._trainer_fd = launch.open_pidfd(settings.trainer_pid)
         self._settings = replace(settings, cache_fd=self._cache_fd, trainer_fd=self._trainer_fd)
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self.lock = threading.Lock()  # protects the ledger and all fields below
+        self.lock = threading.RLock()  # protects the ledger and all fields below; see `FlusherClient._locked`
         self.life = LifeCycle.OPEN
         self._ledger = ledger
         self._process: subprocess.Popen[bytes] | None = None
