@@ -22,6 +22,8 @@ from checkpointer_worker import LOG, raised
 from datastates import Checkpointer
 from datastates.catalog import list_checkpoints
 from datastates.errors import CommitError, ConfigError, DataStatesError, MismatchError, StateError, TopologyError
+from datastates.manifest import commit_path
+from datastates.nodes import following
 from integrations.fork_server import announce
 
 RANKS_PER_NODE = 2
@@ -117,6 +119,30 @@ def be_killed(place: str) -> None:
     os._exit(0)  # there is nobody left to take leave of
 
 
+def be_cut_off(place: str) -> None:
+    """The network between the nodes goes for good while node 1 commits its part."""
+    directory = enter(place)
+    following.ANSWER_SECONDS = following.OWN_NODE_SECONDS = 0.5
+    checkpointer = make(directory, commit_timeout_seconds=1.0)
+    checkpointer.save(10, state(10), block=True)
+    stop_flusher(checkpointer, signal.SIGSTOP)
+    handle = checkpointer.save(20, state(20))
+    checkpointer.wait_staged()
+    announce(str(checkpointer._saver.flusher_pid))
+    error = handle.committed.exception(SECONDS)
+    told = (
+        "node 1 ("
+        if NODE == 0
+        else "the job's store, which rank 0 keeps, has not answered within 1 s; this node's part"
+    )
+    assert told in str(error), error
+    assert (directory / "latest").read_text() == "step10"
+    raised(CommitError, checkpointer.close)
+    if RANK == 0:
+        until((directory.parent / "all-have-ended").exists)  # as long as there is a store, it is the network's fault
+    os._exit(0)
+
+
 def resume(place: str, step: int, then: int) -> None:
     """Load the newest, which is that of a step; save another."""
     directory = enter(place)
@@ -162,6 +188,7 @@ def act(place: str) -> None:
         a_slow_node_loses_one_checkpoint,
         a_failing_rank_is_told_on_all_nodes,
         what_is_whole_is_not_replaced,
+        the_youngest_is_named_where_a_clock_was_set_back,
         directories_must_be_those_of_nodes,
         engines_save_parts,
     ):
@@ -242,6 +269,26 @@ def what_is_whole_is_not_replaced(directory: Path) -> None:
         found = checkpointer.load(1)
         assert is_state(found.state, 1)
         checkpointer.save(2, state(2), block=True)
+        distributed.barrier()
+
+
+def the_youngest_is_named_where_a_clock_was_set_back(directory: Path) -> None:
+    with make(directory) as checkpointer:
+        checkpointer.save(1, state(1), block=True)
+        distributed.barrier()
+        record = Path(commit_path(str(directory / "step1")))
+        if RANK == 2:
+            fields = json.loads(record.read_bytes())
+            record.write_text(json.dumps(fields | {"committed_at": fields["committed_at"] + 10**6}))
+    with make(directory) as checkpointer:
+        checkpointer.save(2, state(2), block=True)
+        distributed.barrier()
+        if RANK == 2:  # as it is where the node has died before it knew
+            (directory / "step2" / ".datastates" / "whole.json").unlink()
+            (directory / "latest").write_text("step1")
+    distributed.barrier()
+    with make(directory):
+        assert (directory / "latest").read_text() == "step2"
         distributed.barrier()
 
 

@@ -49,6 +49,7 @@ from datastates.manifest import (
     write_manifest,
 )
 from datastates.node_parts import Node, NodePart, ranges_of
+from datastates.nodes import following
 from datastates.nodes.agreement import Agreement, agree_on_whole
 from datastates.nodes.following import Following, Store
 from datastates.nodes.grouping import Nodes
@@ -266,6 +267,35 @@ def test_a_failed_part_is_told_on_all_nodes_at_once(tmp_path):
         assert not any((folder / "latest").exists() for folder in ranks.folders)
 
 
+def test_what_fails_while_node_zero_looks_is_not_called_whole(tmp_path):
+    with ranks_in(tmp_path) as ranks:
+        store = ranks.store
+
+        class Looking:
+            set, get = store.set, store.get
+            has_looked = False
+
+            def check(self, keys):
+                found = store.check(keys)
+                if keys[0].endswith("/failed") and not self.has_looked:
+                    self.has_looked = True  # the other node's answer comes after this very look
+                    ranks.store = store
+                    ranks.follow(1, done(StorageError("the disk is full"))).exception(SECONDS)
+                    store.wait(["run-00000000-0001/known/1"])
+                return found
+
+        ranks.store = Looking()
+        found = ranks.follow(0, done()).exception(SECONDS)
+        assert "node 1 (b): the disk is full" in str(found)
+
+
+def test_all_ranks_of_a_node_name_the_node_that_has_failed(tmp_path):
+    with ranks_in(tmp_path) as ranks:
+        ranks.following[0].give_up(ranks.attempts[0], CommitError("pinned"))
+        found = [ranks.follow(number, done()).exception(SECONDS) for number in (1, 2)]
+        assert [str(error).partition(": ")[2] for error in found] == ["node 0 (a): pinned"] * 2
+
+
 def test_who_gives_up_is_not_waited_for(tmp_path):
     with ranks_in(tmp_path) as ranks:
         ranks.following[0].give_up(ranks.attempts[0], CommitError("pinned"))
@@ -299,6 +329,48 @@ def test_a_store_that_is_gone_is_told(tmp_path):
         assert "the job's store, which rank 0 keeps, cannot be reached: connection reset" in str(found)
 
 
+class Stuck:
+    """A store that the network has cut off: calls end when it comes back."""
+
+    def __init__(self, store: distributed.Store) -> None:
+        self.store, self.is_back = store, threading.Event()
+
+    def check(self, keys):
+        assert self.is_back.wait(SECONDS)
+        return self.store.check(keys)
+
+    def set(self, key, value):
+        assert self.is_back.wait(SECONDS)
+        self.store.set(key, value)
+
+    def get(self, key):
+        return self.store.get(key)
+
+
+def test_a_store_that_does_not_answer_is_not_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(following, "ANSWER_SECONDS", 0.05)
+    with ranks_in(tmp_path, timeout=0.05) as ranks:
+        ranks.store, store = (stuck := Stuck(ranks.store)), ranks.store
+        found = ranks.follow(1, done()).exception(SECONDS)
+        assert "has not answered within 0.05 s; this node's part is committed, the next start" in str(found)
+        error = StorageError("the disk is full")
+        ranks.attempts[1] = ranks.attempt("step2", 1)
+        assert ranks.follow(1, done(error)).exception(SECONDS) is error
+        stuck.is_back.set()
+        store.wait(["run-00000000-0001/failed"])  # the other node hears of it, though late
+
+
+def test_close_does_not_wait_for_a_store_that_does_not_answer(tmp_path, monkeypatch):
+    monkeypatch.setattr(following, "ANSWER_SECONDS", 0.05)
+    with ranks_in(tmp_path) as ranks:
+        ranks.store = (stuck := Stuck(ranks.store))
+        wholes = ranks.follow(1, done()), ranks.follow(2, done())
+        ranks.following[1].close()
+        ranks.following[2].close(3600.0)
+        assert [type(whole.exception(0)) for whole in wholes] == [ClosedError] * 2
+        stuck.is_back.set()
+
+
 def test_what_cannot_be_put_on_record_is_told_to_the_ranks_of_the_node(tmp_path):
     with ranks_in(tmp_path) as ranks:
         os.mkdir(Path(ranks.attempts[1].path) / ".datastates" / WHOLE_NAME)
@@ -306,6 +378,11 @@ def test_what_cannot_be_put_on_record_is_told_to_the_ranks_of_the_node(tmp_path)
         assert wholes[0].exception(SECONDS) is None
         assert isinstance(wholes[1].exception(SECONDS), StorageError)
         assert WHOLE_NAME in str(wholes[2].exception(SECONDS))
+        os.rmdir(Path(ranks.attempts[1].path) / ".datastates" / WHOLE_NAME)
+        first = ranks.attempts[1].path
+        ranks.attempts = [ranks.attempt("step2", node) for node in (0, 1, 1)]
+        assert ranks.follow(1, done()).exception(SECONDS) is None
+        assert is_whole_part(first)  # it is recorded with the next one
 
 
 def test_close_ends_the_thread_and_what_is_open(tmp_path):
@@ -313,7 +390,7 @@ def test_close_ends_the_thread_and_what_is_open(tmp_path):
         whole = ranks.follow(0, done())
         ranks.close()
         assert isinstance(whole.exception(SECONDS), ClosedError)
-        assert not [thread for thread in threading.enumerate() if thread.name == "datastates-nodes"]
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("datastates-nodes")]
         assert isinstance(ranks.follow(0, done()).exception(0), ClosedError)
 
 

@@ -122,6 +122,24 @@ def test_two_hosts_without_a_directory_in_common(server, tmp_path):
         assert output.count("step20 is taken\n") == 4, output
 
 
+def test_nodes_that_are_cut_off_from_each_other_do_not_wait_for_ever(server, tmp_path):
+    if reason := why_no_hosts():
+        pytest.skip(reason)
+    with two_hosts(tmp_path) as (place, disks):
+        job = server.start("nodes_worker:be_cut_off", place, folder=tmp_path / "cut", num_ranks=4)
+        flushers = [int(text) for text in job.wait_announced()]
+        link = ["nsenter", "--target", json.loads(place)["holders"][1], "--net", "ip", "link", "set", INTERFACE]
+        run(*link, "down")
+        for flusher in flushers[2:]:
+            os.kill(flusher, signal.SIGCONT)
+        while len(job.statuses) < 3:
+            server.listen(60)
+        (disks[0] / "all-have-ended").touch()
+        job.wait()
+        run(*link, "up")
+        server.start("nodes_worker:resume", place, 20, 30, folder=tmp_path / "resumed", num_ranks=4).wait()
+
+
 def test_ranks_act_as_nodes(server, tmp_path):
     output = server.start("nodes_worker:act", on_this_machine(tmp_path), folder=tmp_path, num_ranks=4).wait(100)
     assert output.count("ok engines_save_parts") == 4, output

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from datastates.attempt_folder import AttemptLock, is_promised
+from datastates.catalog import list_checkpoints
 from datastates.commit import roll_forward
 from datastates.integrity import check, verify
 from datastates.manifest import ABORTED_NAME, FileRecord, Manifest, read_commit, write_causes, write_manifest
@@ -51,6 +52,14 @@ def commit(directory: Path, attempt: str, files: dict[str, bytes]) -> None:
 
 def holds(directory: Path, files: dict[str, bytes]) -> bool:
     return verify(str(directory)) == [] and all((directory / name).read_bytes() == data for name, data in files.items())
+
+
+@pytest.mark.leaves_partial_files
+def test_what_is_completed_later_is_not_taken_for_younger(tmp_path):
+    prepare(tmp_path / "step9", "attempt-1", OLD)
+    commit(tmp_path / "step10", "attempt-2", NEW)
+    assert clean_leftovers(str(tmp_path)) == [str(tmp_path / "step9")]
+    assert [os.path.basename(record.path) for record in list_checkpoints(tmp_path)] == ["step9", "step10"]
 
 
 def left(directory: Path) -> list[str]:

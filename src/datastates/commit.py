@@ -42,7 +42,8 @@ def roll_forward(
         manifests: of all ranks, or of all on a node, by rank, each with the CRC-32 of its bytes; all complete and of
             one attempt.
         tag: goes into the record.
-        committed_at: Unix time of the commit that this one repeats elsewhere; None: now.
+        committed_at: Unix time of the commit that this one repeats elsewhere; None: now, or the time in the first
+            manifest where the clock was set back since.
 
     Raises:
         StorageError: a call failed; the attempt can be rolled forward later.
@@ -50,7 +51,9 @@ def roll_forward(
     attempt = manifests[0][0].attempt
     folder = attempt_directory(directory, attempt)
     files = [file for manifest, _ in manifests for file in manifest.files]
-    record = _record_of(manifests, tag, time.time() if committed_at is None else committed_at)
+    if committed_at is None:
+        committed_at = max(time.time(), manifests[0][0].written_at)
+    record = _record_of(manifests, tag, committed_at)
     staged = os.path.join(folder, COMMIT_NAME)
     with storage_errors("make durable", folder):
         make_names_durable([folder])

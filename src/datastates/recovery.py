@@ -81,7 +81,8 @@ def recover(directory: str) -> Recovery:
         chosen = _choose(directory, [name for name in mine if committed is None or name != committed.attempt])
         if chosen is not None and (committed is None or chosen[0]) and result is not Recovery.OWNED:
             manifests = chosen[2]
-            roll_forward(directory, manifests, manifests[0][0].tag)
+            first = manifests[0][0]
+            roll_forward(directory, manifests, first.tag, first.written_at)  # younger ones may be committed by now
             result = Recovery.ROLLED_FORWARD
     committed = read_commit(directory)
     keep = "" if committed is None else committed.attempt

@@ -9,6 +9,7 @@ import os
 import time
 
 from datastates.attempt_folder import AttemptLock, is_decided
+from datastates.commit_times import CommitTimes
 from datastates.directories import make_names_durable
 from datastates.errors import CorruptCheckpointError, StorageError
 from datastates.flusher.incoming import Attempt
@@ -42,6 +43,7 @@ class MeetingPoint:
         self._rank = rank
         self._world_size = world_size
         self._node = node
+        self._times = CommitTimes()
         self.ranks = tuple(range(world_size)) if node is None else node.ranks
         """Those that meet here. The first of them decides."""
 
@@ -84,7 +86,8 @@ class MeetingPoint:
         if self.has_promised(attempt):
             return
         files = tuple(file.record(os.path.relpath(file.path, attempt.directory)) for file in attempt.files)
-        manifest = Manifest(attempt.name, self._rank, self._world_size, tag, files, time.time(), None, self._node)
+        at = self._times.next(attempt.directory) if self.is_first else time.time()
+        manifest = Manifest(attempt.name, self._rank, self._world_size, tag, files, at, None, self._node)
         partials = [partial_path(file.path, attempt.name) for file in attempt.files]
         with storage_errors("make durable", attempt.directory):
             make_names_durable(partials, attempt.directory)

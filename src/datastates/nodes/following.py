@@ -7,13 +7,15 @@ For each attempt there are these keys::
     <attempt>/whole            node 0 has heard so of all nodes, or why not
     <attempt>/known/<node>     the node has that on record: its ranks may say so
 
-Everything happens on a thread of its own, over a connection of its own to the store. Training waits for none of it.
+Everything happens on a thread of its own, over a connection of its own to the store. Training waits for none of it. A
+call of the store ends when the network lets it, which may be never: a second thread ends what is too late by then.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import threading
 from collections.abc import Callable
@@ -22,10 +24,10 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from datastates.attempt import Attempt
-from datastates.errors import ClosedError, CommitError, StorageError
+from datastates.errors import ClosedError, CommitError, CorruptCheckpointError, StorageError
 from datastates.events import now
 from datastates.flusher.work import CommitResult, running_future
-from datastates.manifest import LATEST_NAME
+from datastates.manifest import LATEST_NAME, read_commit
 from datastates.node_parts import NodePart
 from datastates.storage import write_atomically
 from datastates.whole_records import mark_whole
@@ -36,6 +38,9 @@ FIRST_POLL_SECONDS, LAST_POLL_SECONDS = 0.005, 0.25
 
 OWN_NODE_SECONDS = 5.0
 """So much longer than its node's first rank another rank waits, to hear why that one has given up."""
+
+ANSWER_SECONDS = 5.0
+"""So long after its time an attempt is given up whose store does not answer; so long a close waits for the store."""
 
 
 class Store(Protocol):
@@ -55,6 +60,9 @@ class _Followed:
     Attributes:
         part: what this node has committed, or why it has not.
         whole: done when all nodes have.
+        is_told: this node's part is known in the store.
+        is_recording: all nodes have, and this one puts that on record: storage may take its time.
+        end: what it has come to, which the others perhaps do not know yet.
     """
 
     attempt: Attempt
@@ -64,6 +72,8 @@ class _Followed:
     error: BaseException | None
     whole: Future[CommitResult] = field(default_factory=lambda: running_future(CommitResult))
     is_told: bool = False
+    is_recording: bool = False
+    end: _End | None = None
 
     def key(self, kind: str, node: int | None = None) -> str:
         return f"{self.attempt.name}/{kind}" if node is None else f"{self.attempt.name}/{kind}/{node}"
@@ -87,8 +97,9 @@ class Following:
         self._followed: list[_Followed] = []
         self._num_followed = 0
         self._is_closed = False
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
         self._store: Store | None = None  # of the thread
+        self._unrecorded: list[Attempt] = []  # likewise: whole, and that could not be put on record
         self._last_named = -1  # likewise: the number of the attempt that `latest` names
 
     def follow(self, attempt: Attempt, part: Future[CommitResult]) -> Future[CommitResult]:
@@ -112,13 +123,26 @@ class Following:
         self.follow(attempt, failed)
 
     def close(self, timeout: float | None = None) -> None:
-        """End the thread; idempotent. What is not whole yet fails with ClosedError: the next start finds out."""
+        """End the threads; idempotent. What is not whole yet fails with ClosedError: the next start finds out.
+
+        A thread whose store does not answer is left behind. What is being recorded is waited for, up to the timeout.
+        """
+        begin = now()
         with self._condition:
             self._is_closed = True
-            thread = self._thread
+            threads = list(self._threads)
             self._condition.notify_all()
-        if thread is not None and thread is not threading.current_thread():  # a callback may close
-            thread.join(timeout)
+        for thread in threads:
+            if thread is not threading.current_thread():  # a callback may close
+                self._join(thread, begin, math.inf if timeout is None else timeout)
+        for one in self._open():
+            self._end(one, one.end or _End(one.error or _closed(one.attempt)))
+
+    def _join(self, thread: threading.Thread, begin: float, timeout: float) -> None:
+        """Wait for a thread that has been told to end."""
+        thread.join(max(begin + min(timeout, ANSWER_SECONDS) - now(), 0.0))
+        while thread.is_alive() and now() < begin + timeout and any(one.is_recording for one in self._open()):
+            thread.join(LAST_POLL_SECONDS)
 
     def _add(self, attempt: Attempt, number: int, done: Future[CommitResult], whole: Future[CommitResult]) -> None:
         error = done.exception()
@@ -127,9 +151,10 @@ class Following:
         with self._condition:
             if not self._is_closed:
                 self._followed.append(one)
-                if self._thread is None:
-                    self._thread = threading.Thread(target=self._work, name="datastates-nodes", daemon=True)
-                    self._thread.start()
+                if not self._threads:
+                    for name, target in (("datastates-nodes", self._work), ("datastates-nodes-late", self._end_late)):
+                        self._threads.append(threading.Thread(target=target, name=name, daemon=True))
+                        self._threads[-1].start()
                 self._condition.notify_all()
                 return
         _settle(one, _End(error or _closed(attempt)))
@@ -143,7 +168,6 @@ class Following:
                 followed, is_closed = list(self._followed), self._is_closed
             ended = [one for one in followed if self._has_ended(one, is_closed)]
             with self._condition:
-                self._followed = [one for one in self._followed if one not in ended]
                 if self._is_closed and not self._followed:
                     return
                 delay = FIRST_POLL_SECONDS if ended else min(2 * delay, LAST_POLL_SECONDS)
@@ -162,8 +186,33 @@ class Following:
         if end is None and is_closed:
             end = _End(_closed(one.attempt))
         if end is not None:
-            _settle(one, end)
+            self._end(one, end)
         return end is not None
+
+    def _end_late(self) -> None:
+        """The second thread: gives up what the first one does not come to, since the store does not answer it."""
+        while True:
+            with self._condition:
+                if self._is_closed:
+                    return
+                end = min((one.deadline for one in self._followed), default=math.inf) + ANSWER_SECONDS
+                self._condition.wait(min(max(end - now(), LAST_POLL_SECONDS), threading.TIMEOUT_MAX))
+            for one in self._open():
+                if not one.is_recording and now() > one.deadline + ANSWER_SECONDS:
+                    text = f"the job's store, which rank 0 keeps, has not answered within {self._timeout:g} s"
+                    self._end(one, one.end or _End(one.error or _lost(one, text)))
+
+    def _open(self) -> list[_Followed]:
+        with self._condition:
+            return list(self._followed)
+
+    def _end(self, one: _Followed, end: _End) -> None:
+        """Settle an attempt, once: what another thread has settled stays so."""
+        with self._condition:
+            if one not in self._followed:
+                return
+            self._followed.remove(one)
+        _settle(one, end)
 
     def _step(self, one: _Followed) -> _End | None:
         """The end of an attempt, None while it is open."""
@@ -181,18 +230,21 @@ class Following:
             self._decide(store, one)
         end = self._heard(store, one, one.key("whole")) if one.error is None else _End(one.error)
         if end is not None and end.error is None:
+            one.is_recording = True
             end = self._record(one)
+            one.is_recording = False
+        one.end = end
         if end is not None:
             if end.error is not None and not store.check([one.key("whole")]):  # nor may the others take it for whole
                 _tell(store, one.key("failed"), {self._part.index: str(end.error)})
-            _tell(store, known, {} if end.error is None else {self._part.index: str(end.error)})
+            _tell(store, known, end.causes or ({} if end.error is None else {self._part.index: str(end.error)}))
         return end
 
     def _tell_part(self, store: Store, one: _Followed) -> None:
         causes = {} if one.error is None else {self._part.index: str(one.error)}
-        _tell(store, one.key("part", self._part.index), causes)
-        if causes:
+        if causes:  # before the part: who finds all parts, and no failure then, may call it whole
             _tell(store, one.key("failed"), causes)
+        _tell(store, one.key("part", self._part.index), causes)
         one.is_told = True
 
     def _decide(self, store: Store, one: _Followed) -> None:
@@ -201,9 +253,10 @@ class Following:
             return
         keys = {node: one.key("part", node) for node in range(self._part.num_nodes)}
         is_late = now() > one.deadline
+        are_there = store.check(list(keys.values()))
         if store.check([one.key("failed")]):
             _tell(store, one.key("whole"), _read(store, one.key("failed")))
-        elif store.check(list(keys.values())):
+        elif are_there:
             _tell(store, one.key("whole"), {})
         elif is_late:
             missing = [node for node, key in keys.items() if not store.check([key])]
@@ -218,7 +271,7 @@ class Following:
                 return _End()
             ranks = {self._part.nodes[node].ranks[0]: cause for node, cause in causes.items()}
             what = "; ".join(f"{self._part.described(node)}: {cause}" for node, cause in causes.items())
-            return _End(CommitError(f"{one.attempt.path} is not whole: {what}", ranks))
+            return _End(CommitError(f"{one.attempt.path} is not whole: {what}", ranks), causes)
         if now() > one.deadline:
             return _End(_lost(one, f"whether all nodes have committed is not known within {self._timeout:g} s"))
         return None
@@ -226,6 +279,7 @@ class Following:
     def _record(self, one: _Followed) -> _End:
         """Put it on record that the checkpoint is whole, and name it, unless a younger one is named already."""
         attempt = one.attempt
+        self._unrecorded = [earlier for earlier in self._unrecorded if not _has_caught_up(earlier)]
         try:
             mark_whole(attempt.path, attempt.name)
             if attempt.update_latest and one.number > self._last_named:
@@ -233,15 +287,35 @@ class Following:
                 write_atomically(pointer, attempt.tag.encode("utf-8", "surrogateescape"))
                 self._last_named = one.number
         except StorageError as error:
+            self._unrecorded.append(attempt)
             return _End(error)
         return _End()
 
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    """What an attempt has come to: whole, or lost for a reason."""
+    """What an attempt has come to: whole, or lost for a reason.
+
+    Attributes:
+        error: why it is lost.
+        causes: what nodes have said of it, by node, where that is why.
+    """
 
     error: BaseException | None = None
+    causes: dict[int, str] = field(default_factory=dict)
+
+
+def _has_caught_up(attempt: Attempt) -> bool:
+    """Put on record that an attempt is whole, which storage has refused before; False where it still does."""
+    try:
+        record = read_commit(attempt.path)
+        if record is not None and record.attempt == attempt.name:  # neither removed nor saved again meanwhile
+            mark_whole(attempt.path, attempt.name)
+    except CorruptCheckpointError:
+        return True  # there is nothing any more that could be called whole
+    except StorageError:
+        return False
+    return True
 
 
 def _settle(one: _Followed, end: _End) -> None:
