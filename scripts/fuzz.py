@@ -14,11 +14,13 @@ import argparse
 import multiprocessing
 import os
 import resource
+import signal
 import sys
 import tempfile
 import time
 import warnings
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 
@@ -28,7 +30,12 @@ sys.path.insert(0, str(ROOT / "tests"))
 from stress import fuzz  # noqa: E402
 
 BATCH = 5000
-BATCH_SECONDS = 900.0  # a batch takes ten; one that hangs in C code cannot be told in any other way
+HANG_SECONDS = 60
+"""Processor time for one file, after which the kernel ends the process: code in C that hangs hears of nothing else."""
+
+STILL_SECONDS = 900.0
+"""Wall time for one file, for what waits and uses no processor: long, since a busy machine may let a process wait."""
+
 EXTRA_BYTES = 512 << 20
 """So much more memory than at the begin: a file of a few kilobytes must not need it."""
 
@@ -40,9 +47,37 @@ def _child(seeds: range, path: Path, current: Synchronized[int], send: Connectio
 
     def begin(seed: int) -> None:
         current.value = seed
+        _, most = resource.getrlimit(resource.RLIMIT_CPU)
+        resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + HANG_SECONDS, most))
 
     send.send(fuzz.run(seeds, path, begin))
     send.close()
+
+
+class _Batch:
+    """A process that loads files one after the other."""
+
+    def __init__(self, process: BaseProcess, current: Synchronized[int]) -> None:
+        self.process = process
+        self.current = current
+        self._last = current.value, time.monotonic()
+        self._is_still = False
+
+    def kill_if_still(self) -> None:
+        if self.current.value != self._last[0]:
+            self._last = self.current.value, time.monotonic()
+        elif time.monotonic() - self._last[1] > STILL_SECONDS and not self._is_still:
+            self._is_still = True
+            self.process.kill()
+
+    def end(self) -> str:
+        """How a process ended that has sent nothing; waits until it has."""
+        self.process.join()
+        if self._is_still:
+            return f"hangs: nothing came of it in {STILL_SECONDS:g} s"
+        if self.process.exitcode == -signal.SIGXCPU:
+            return f"hangs: it took {HANG_SECONDS} s of processor time and more"
+        return f"the process died: exit code {self.process.exitcode}"
 
 
 def run_all(first: int, count: int, num_processes: int, folder: Path) -> fuzz.Outcome:
@@ -57,23 +92,20 @@ def run_all(first: int, count: int, num_processes: int, folder: Path) -> fuzz.Ou
             process = context.Process(target=_child, args=(seeds, folder / f"file-{seeds.start}", current, send))
             process.start()
             send.close()
-            running[receive] = process, current, time.monotonic()
+            running[receive] = _Batch(process, current)
         for receive in wait(list(running), timeout=1.0):
-            process, current, _ = running.pop(receive)
+            batch = running.pop(receive)
             try:
                 found = receive.recv()
             except EOFError:
-                process.join()
-                found = fuzz.Outcome(faults={current.value: f"the process died: exit code {process.exitcode}"})
-            process.join()
+                found = fuzz.Outcome(faults={batch.current.value: batch.end()})
+            batch.process.join()
             total.add(found)
             for seed, fault in found.faults.items():
                 print(f"file {seed}: {fault}", file=sys.stderr, flush=True)
             print(f"  {sum(total.answers.values())} files, {len(total.faults)} faults", file=sys.stderr, flush=True)
-        for process, current, since in list(running.values()):
-            if time.monotonic() - since > BATCH_SECONDS:
-                total.faults[current.value] = "hangs"
-                process.kill()
+        for batch in running.values():
+            batch.kill_if_still()
     print(f"{time.monotonic() - begun:.0f} s", file=sys.stderr)
     return total
 

@@ -60,6 +60,16 @@ def test_more_readers_than_places(descriptor: int) -> None:
         one.close()
 
 
+def test_no_number_of_ranks_makes_looking_for_them_long(descriptor: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fellow_readers, "GRACE_SECONDS", 0.0)
+    alone = FellowReaders(descriptor, 10**12)
+    assert not alone.are_expected()
+    other = FellowReaders(descriptor, 10**12)
+    assert alone.are_expected() and other.are_expected()
+    alone.close()
+    other.close()
+
+
 def test_others_are_expected_at_first(descriptor: int, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr("datastates.fellow_readers.time.monotonic", lambda: now)

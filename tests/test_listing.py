@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from click.testing import CliRunner
 
 from datastates import list_file
+from datastates.cli import main
 from datastates.contents.dtypes import ITEMSIZES, SAFETENSORS_TYPES, STORAGE_TYPES
 from datastates.contents.stub_pickle import Call, Global, StubStructure, read_pickle
 from datastates.contents.subset_pickle import write_pickle
@@ -194,3 +196,18 @@ def test_a_cut_file(tmp_path: pathlib.Path) -> None:
     (tmp_path / "x.pt").write_bytes(buffer.getvalue()[:-100])
     with pytest.raises(CorruptCheckpointError, match="end record"):
         list_file(tmp_path / "x.pt")
+
+
+@pytest.mark.parametrize("command", ["show", "diff"])
+def test_a_compressed_archive_is_not_called_damaged(tmp_path: pathlib.Path, command: str) -> None:
+    torch.save({"a": torch.ones(2)}, tmp_path / "plain")
+    with (
+        zipfile.ZipFile(tmp_path / "plain") as plain,
+        zipfile.ZipFile(tmp_path / "x", "w", zipfile.ZIP_DEFLATED) as made,
+    ):
+        for info in plain.infolist():
+            made.writestr(info.filename, plain.read(info))
+    with pytest.raises(pickle.UnpicklingError, match="compressed archive, which cannot be listed"):
+        list_file(tmp_path / "x")
+    found = CliRunner().invoke(main, [command, *[str(tmp_path / "x")] * (1 + (command == "diff"))])
+    assert found.exit_code == 6 and "save it again" in found.output

@@ -249,12 +249,23 @@ def test_a_value_is_no_tensor(path: pathlib.Path) -> None:
         load(path, into={"step": torch.zeros(())}, strict=False)
 
 
+def freed(shape: tuple[int, ...]) -> torch.Tensor:
+    """As FSDP leaves the parameters of a module that is not in use."""
+    tensor = torch.zeros(shape)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
 @pytest.mark.parametrize(
     ("target", "message"),
     [
         (torch.zeros(300, 700, device="meta"), "on the meta device"),
         (torch.zeros(300, 1).expand(300, 700), "expanded"),
         (torch.zeros(300, 700).to_sparse(), "no plain strided tensor"),
+        (torch.zeros(999).unfold(0, 700, 1), "elements overlap"),
+        (torch.zeros(2000).as_strided((300, 700), (1, 1)), "elements overlap"),
+        (freed((300, 700)), "has no memory"),
+        (torch.nn.parameter.UninitializedParameter(), "no plain strided tensor"),
     ],
 )
 def test_targets_that_cannot_be_filled(path: pathlib.Path, target: torch.Tensor, message: str) -> None:
@@ -262,6 +273,15 @@ def test_targets_that_cannot_be_filled(path: pathlib.Path, target: torch.Tensor,
     with pytest.raises(StateError, match=rf"^model\.a\.weight: .*{message}") as caught:
         load(path, into={"model.a.bias": other, "model.a.weight": target}, strict=False)
     assert caught.value.fqn == "model.a.weight" and not other.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_targets_are_filled_whatever_the_default_device_is(path: pathlib.Path, dtype: torch.dtype) -> None:
+    bias, turned = torch.zeros(300, dtype=dtype), torch.zeros(9, 700, dtype=dtype).t()
+    with torch.device("meta"):
+        load(path, into={"model.a.bias": bias, "model.t": turned}, strict=False)
+    expected = make_state()["model"]
+    assert torch.equal(bias.float(), expected["a.bias"]) and torch.equal(turned.float(), expected["t"])
 
 
 def test_into_without_tensors_or_with_a_device(path: pathlib.Path) -> None:

@@ -18,6 +18,7 @@ from datastates import load, reading, uploads
 from datastates.errors import CorruptCheckpointError, GraphCaptureError
 from datastates.formats import filling, plan, storages
 from datastates.formats.request import Request
+from datastates.formats.storages import Storages
 from datastates.reading import BUFFER_BYTES, Digests, FileReader
 from datastates.state import capture_host, default_is_eager
 from datastates.uploads import DeviceLink, Ring, Upload, upload
@@ -361,3 +362,14 @@ def test_inference_tensors_are_filled_as_well() -> None:
         destination = torch.zeros(8, dtype=torch.uint8)
     uploads.BlockingLink().send(torch.ones(8, dtype=torch.uint8), destination)
     assert bool((destination == 1).all())
+
+
+def test_a_device_without_room_is_not_taken_for_a_damaged_file(
+    state_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(Storages, "read", lambda *_, **__: full())
+    with pytest.raises(torch.OutOfMemoryError):
+        load(state_path)

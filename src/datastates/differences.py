@@ -20,6 +20,7 @@ from datastates.contents.listing import FileListing, TensorRecord, ValueRecord, 
 from datastates.loading import tensors_by_name
 from datastates.reader import load
 from datastates.reading import Progress
+from datastates.same_save import SameSave
 
 PART_BYTES = 256 << 20
 """Tensors are loaded in parts of this size, or one at a time where one is larger."""
@@ -83,14 +84,18 @@ def differences_of(
         CheckpointNotFoundError: a file is missing.
         CorruptCheckpointError: a file is damaged: all that is compared is checked.
         pickle.UnpicklingError: a file has a form that cannot be listed.
+        StorageError: a file cannot be read, or its checkpoint was saved again or removed meanwhile (at the latest
+            behind the last difference): those given so far may be of different saves.
     """
-    for name in sorted(old.keys() | new.keys()):
-        if name not in new:
-            yield Difference(Kind.REMOVED, name, "", f"{os.path.getsize(old[name])} bytes")
-        elif name not in old:
-            yield Difference(Kind.ADDED, name, "", "", f"{os.path.getsize(new[name])} bytes")
-        else:
-            yield from _of_files(old[name], new[name], name, progress)
+    with SameSave([*old.values(), *new.values()]) as same:
+        for name in sorted(old.keys() | new.keys()):
+            if name not in new:
+                yield Difference(Kind.REMOVED, name, "", f"{os.path.getsize(old[name])} bytes")
+            elif name not in old:
+                yield Difference(Kind.ADDED, name, "", "", f"{os.path.getsize(new[name])} bytes")
+            else:
+                yield from _of_files(old[name], new[name], name, progress)
+        same.check()
 
 
 def _of_files(old_path: str, new_path: str, name: str, progress: Progress | None) -> Iterator[Difference]:

@@ -16,6 +16,9 @@ import time
 GRACE_SECONDS = 0.25
 """So long a reader takes it that others are about to come: the ranks of a job do not begin in the same moment."""
 
+MOST_READERS = 128
+"""So many are looked for, each by a call of a microsecond or so per read: a launcher may name all ranks of the job."""
+
 _CANNOT_TELL = frozenset({errno.EPERM, errno.EACCES, errno.EAFNOSUPPORT, errno.EMFILE, errno.ENFILE, errno.ENOBUFS})
 
 
@@ -27,12 +30,13 @@ class FellowReaders:
 
         Args:
             descriptor: of the file; not kept.
-            limit: so many readers there are at most, this one among them; more find no place and are not seen.
+            limit: so many readers there are at most, this one among them; more, and more than `MOST_READERS`, find no
+                place and are not seen.
         """
         status = os.fstat(descriptor)
         identity = status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size
         self._prefix = f"\0datastates-read/{os.getuid()}/{'.'.join(f'{part:x}' for part in identity)}/"
-        self._limit = limit
+        self._limit = min(limit, MOST_READERS)
         self._begin = time.monotonic()
         self._lock = threading.Lock()  # protects what follows
         self._socket: socket.socket | None = None

@@ -82,9 +82,9 @@ def verify(directory: str, *, num_threads: int = NUM_THREADS, progress: Progress
         progress: hears how many bytes have been read since it was called last; not called by two threads at once.
     """
     for _ in range(RACES):
-        stamp = _stamp_of(directory)
+        stamp = folder_stamp(directory)
         problems = _verify(directory, num_threads, progress)
-        if not problems or _stamp_of(directory) == stamp:
+        if not problems or folder_stamp(directory) == stamp:
             return problems
     return _verify(directory, num_threads, progress)
 
@@ -154,10 +154,11 @@ def record_stamp(path: str) -> tuple[int, int, int] | None:
         StorageError: the record cannot be looked at.
     """
     directory = checkpoint_of(resolved(path))
-    return None if directory is None else _stamp_of(directory)
+    return None if directory is None else folder_stamp(directory)
 
 
-def _stamp_of(directory: str) -> tuple[int, int, int] | None:
+def folder_stamp(directory: str) -> tuple[int, int, int] | None:
+    """As `record_stamp`, of a checkpoint's folder."""
     record = commit_path(directory)
     with storage_errors("look at", record):
         try:

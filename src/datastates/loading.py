@@ -177,12 +177,13 @@ def _match(state: Selectable, found: Sequence[Leaf], targets: dict[str, list[tor
                 unexpected.append(leaf.fqn)
             continue
         target, source = waiting[leaf.fqn].pop(0), state.tensor(leaf)
+        reason = why_not(target)  # first: some have no shape
         if not is_tensor:
             wrong[leaf.fqn] = "is no plain tensor in the file"
+        elif reason:
+            raise StateError(f"{leaf.fqn}: {reason}", leaf.fqn)
         elif source is not None and source.shape != tuple(target.shape):
             wrong[leaf.fqn] = _shapes(source.shape, target)
-        elif reason := why_not(target):
-            raise StateError(f"{leaf.fqn}: {reason}", leaf.fqn)
         pairs.append((leaf, source, target))
     missing = tuple(fqn for fqn, tensors in waiting.items() if tensors)
     if wrong:

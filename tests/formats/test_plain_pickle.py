@@ -8,13 +8,15 @@ import pathlib
 import pickle
 import zipfile
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from datastates import load
+from datastates import list_file, load
 from datastates.contents.stub_pickle import read_whole
 from datastates.errors import CorruptCheckpointError
 from datastates.formats import plain_pickle
@@ -84,6 +86,30 @@ def test_a_tensor_does_not_reach_beyond_a_storage_without_bytes(tmp_path: pathli
         load(tmp_path / "x")
 
 
+@pytest.mark.parametrize("form", ["torch's path", "deflated", "older"])
+def test_nor_does_one_that_torch_reads(tmp_path: pathlib.Path, form: str) -> None:
+    """With a `torch.Size` in it, which is not read in C."""
+    made = io.BytesIO()
+    torch.save([torch.empty(0), torch.Size([1])], made, _use_new_zipfile_serialization=form != "older")
+    if form == "older":
+        data = made.getvalue().replace(b"K\x00\x85", b"K\x09\x85")
+    else:
+        pickled = pickle_in(made.getvalue()).replace(b"K\x00\x85", b"K\x09\x85")
+        data = with_pickle(pickled, zipfile.ZIP_DEFLATED if form == "deflated" else zipfile.ZIP_STORED)
+        assert not plain_pickle.is_plain(read_whole(pickled))
+    (tmp_path / "x").write_bytes(data)
+    with pytest.raises(CorruptCheckpointError, match=r"ends at byte 36 of a storage of 0"):
+        load(tmp_path / "x")
+
+
+@pytest.mark.parametrize("read", [list_file, lambda path: load(path, into=[torch.zeros(1)])])
+def test_a_parameter_of_a_parameter_without_end_is_refused(tmp_path: pathlib.Path, read: Callable[..., Any]) -> None:
+    pickled = b"\x80\x02ctorch._utils\n_rebuild_parameter\nq\xc80" + b"h\xc8" * 5000 + b"N" + b"\x85R" * 5000 + b"."
+    (tmp_path / "x").write_bytes(with_pickle(pickled, zipfile.ZIP_STORED))
+    with pytest.raises(CorruptCheckpointError, match="wrapped more than"):
+        read(tmp_path / "x")
+
+
 def test_a_storage_without_a_dtype_is_left_to_torch(tmp_path: pathlib.Path) -> None:
     data = saved([torch.ones(2).untyped_storage()])
     (tmp_path / "x").write_bytes(data)
@@ -93,8 +119,10 @@ def test_a_storage_without_a_dtype_is_left_to_torch(tmp_path: pathlib.Path) -> N
 
 def test_with_fake_tensors_about_torch_loads(tmp_path: pathlib.Path) -> None:
     (tmp_path / "x").write_bytes(saved([torch.ones(2)]))
+    safetensors.torch.save_file({"w": torch.ones(2)}, tmp_path / "y")
     with FakeTensorMode():
         assert isinstance(load(tmp_path / "x")[0], FakeTensor)
+        assert isinstance(load(tmp_path / "y")["w"], FakeTensor)
 
 
 @pytest.mark.parametrize(

@@ -217,3 +217,11 @@ def test_a_header_of_any_length(tmp_path: pathlib.Path) -> None:
         loaded = load(tmp_path / "x")
         assert_same({name: loaded[name] for name in state}, state)
         assert all(tensor.data_ptr() % tensor.itemsize == 0 for tensor in loaded.values())
+
+
+def test_metadata_that_are_null_are_none(tmp_path: pathlib.Path) -> None:
+    """As the stock library reads them."""
+    entry = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+    text = json.dumps({"__metadata__": None, "a": entry}).encode()
+    (tmp_path / "x").write_bytes(len(text).to_bytes(8, "little") + text + bytes(8))
+    assert torch.equal(load(tmp_path / "x")["a"], safetensors.torch.load_file(tmp_path / "x")["a"])

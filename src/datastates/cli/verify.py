@@ -22,6 +22,7 @@ from datastates.integrity import Problem, record_of, verify, verify_file
 from datastates.manifest import commit_path
 from datastates.paths import resolved
 from datastates.reading import FileReader
+from datastates.same_save import SameSave
 from datastates.storage import read_chunks
 
 _READ_BYTES = 4 << 20
@@ -93,14 +94,18 @@ def _verify(path: str, quiet: bool) -> _Result:
 
 def _verify_one(path: str, advance: Callable[[int], None], sizes: dict[str, int]) -> tuple[list[Problem], bool]:
     """The problems of a single file, and whether it has checksums at all; notes the size that it should have."""
-    file, directory = record_of(path), checkpoint_of(path)
-    if file is not None and directory is not None:
-        sizes[path] = file.nbytes
-        if os.path.getsize(path) != file.nbytes:
-            return [Problem(path, f"the file has {os.path.getsize(path)} bytes, expected {file.nbytes}")], True
-        problems = verify_file(directory, file)
-        advance(file.nbytes)
-        return problems, True
+    with SameSave([path]) as same:
+        file, directory = record_of(path), checkpoint_of(path)
+        if file is not None and directory is not None:
+            sizes[path], nbytes = file.nbytes, os.path.getsize(path)
+            if nbytes != file.nbytes:
+                problems = [Problem(path, f"the file has {nbytes} bytes, expected {file.nbytes}")]
+            else:
+                problems = verify_file(directory, file)
+                advance(file.nbytes)
+            if problems:
+                same.check()
+            return problems, True
     with FileReader(path) as reader:
         parts = [part for part in parts_of(reader) if part.crc32 is not None]
     problems = []

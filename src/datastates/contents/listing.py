@@ -82,7 +82,7 @@ def list_file(path: str | os.PathLike[str]) -> FileListing:
     Raises:
         CheckpointNotFoundError: there is no such file.
         CorruptCheckpointError: it is malformed.
-        pickle.UnpicklingError: it has torch's older form, which has no directory.
+        pickle.UnpicklingError: it has torch's older form, which has no directory, or is compressed.
         StorageError: it cannot be read.
     """
     with FileReader(os.fspath(path)) as file:
@@ -98,6 +98,9 @@ def list_file(path: str | os.PathLike[str]) -> FileListing:
 
 def _archive(file: FileReader) -> Iterator[TensorRecord | ValueRecord]:
     directory = ZipDirectory(file)
+    entry = directory.entries.get(PICKLE_NAME)
+    if entry is not None and not entry.is_stored:
+        raise pickle.UnpicklingError(f"{file.path} is a compressed archive, which cannot be listed: save it again")
     pickled = directory.content(PICKLE_NAME)
     try:
         for leaf in leaves(StubStructure(), read_pickle(pickled), len(pickled)):

@@ -79,7 +79,8 @@ def parse_header(text: bytes, file_nbytes: int, path: str) -> Header:
         CorruptCheckpointError: names what is wrong, what was expected and what was found.
     """
     raw = _json(text, path)
-    metadata = raw.pop(METADATA_NAME, {})
+    metadata = raw.pop(METADATA_NAME, None)
+    metadata = {} if metadata is None else metadata  # the stock library reads null as none, too
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise _corrupt(path, METADATA_NAME, "an object of strings", type(metadata).__name__, LENGTH_BYTES)
     data_begin = LENGTH_BYTES + len(text)

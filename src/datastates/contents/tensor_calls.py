@@ -18,7 +18,12 @@ _V2, _V3 = "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3"
 _PLAIN = frozenset({"torch._utils._rebuild_tensor", _V2, _V3, "torch._utils._rebuild_qtensor"})
 _WRAPPERS = frozenset({"torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state"})
 _FROM_TYPE = "torch._tensor._rebuild_from_type_v2"
+_MOST_WRAPPERS = 8  # a parameter of a subclass has three; a file may say 100,000
 _ARGS_AFTER_WINDOW = {_V2: 2, _V3: 3}  # requires_grad, hooks, and the dtype
+
+
+class ReachError(ValueError):
+    """A tensor reaches beyond its storage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +95,8 @@ def storage_of(reference: StorageRef) -> StorageInfo:
         ValueError: it is none of a storage of torch.
     """
     pid = reference.pid
+    if isinstance(pid, tuple) and len(pid) == 6 and pid[5] is None:
+        pid = pid[:5]  # as files before torch 1.6 have it, for a storage that is no view of another
     if not isinstance(pid, tuple) or len(pid) != 5 or pid[0] != "storage" or not isinstance(pid[1], Global):
         raise ValueError(f"a {type(pid).__name__} is no reference to a storage")
     _, kind, key, location, numel = pid
@@ -103,18 +110,34 @@ def window_of(node: Any) -> Window | None:
     """The tensor that a call would rebuild; None where it is something else, or a tensor of a foreign kind.
 
     Raises:
-        ValueError: the call is malformed, or the tensor reaches beyond its storage.
+        ReachError: the tensor reaches beyond its storage.
+        ValueError: the call is malformed.
     """
-    if not isinstance(node, Call) or not isinstance(node.args, tuple) or not isinstance(node.function, Global):
-        return None
-    name, args = str(node.function), node.args
-    if name in _WRAPPERS:
-        return window_of(args[0]) if args else None
-    if name == _FROM_TYPE and len(args) == 4 and isinstance(args[0], Global) and isinstance(args[2], tuple):
-        return window_of(Call(args[0], args[2]))
-    if name not in _PLAIN:
-        return None
-    return _window(name, args)
+    for _ in range(_MOST_WRAPPERS):
+        if not isinstance(node, Call) or not isinstance(node.args, tuple) or not isinstance(node.function, Global):
+            return None
+        name, args = str(node.function), node.args
+        if name in _WRAPPERS:
+            node = args[0] if args else None
+        elif name == _FROM_TYPE and len(args) == 4 and isinstance(args[0], Global) and isinstance(args[2], tuple):
+            node = Call(args[0], args[2])
+        else:
+            return _window(name, args) if name in _PLAIN else None
+    raise ValueError(f"a tensor is wrapped more than {_MOST_WRAPPERS} times")
+
+
+def check_reach(call: Call) -> None:
+    """Look at a call that rebuilds a tensor by itself; one that is given a tensor is passed over.
+
+    Raises:
+        ReachError: the tensor reaches beyond its storage.
+        ValueError: the call is malformed.
+    """
+    function, args = call.function, call.args
+    if str(function) == _FROM_TYPE and isinstance(args, tuple) and len(args) == 4:
+        function, args = args[0], args[2]
+    if isinstance(function, Global) and str(function) in _PLAIN and isinstance(args, tuple):
+        _window(str(function), args)
 
 
 def is_parameter(node: Any) -> bool:
@@ -137,7 +160,7 @@ def _window(name: str, args: tuple[Any, ...]) -> Window:
         raise ValueError(f"a call of {name} describes no tensor")
     window = Window(storage, dtype, offset, *sizes, is_raw)
     if window.end > storage.nbytes:
-        raise ValueError(f"a tensor ends at byte {window.end} of a storage of {storage.nbytes}")
+        raise ReachError(f"a tensor ends at byte {window.end} of a storage of {storage.nbytes}")
     return window
 
 

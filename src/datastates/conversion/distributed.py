@@ -59,12 +59,13 @@ def convert_to_distributed(
     begin = time.monotonic()
     opened, target = open_source(source), os.path.abspath(os.fspath(out))
     check_place(opened.path, target, force)
-    with MappedFiles(weights_only=not trust, whole=True) as files:
+    with MappedFiles(opened.path, weights_only=not trust, whole=True) as files:
         content = opened.content(files)
         files.locate()
         planner = _Planner(content, files, progress)
         with ResultFolder(target, f"distributed checkpoint of {opened.path}", replace=force) as result:
             _save(content.state, planner, result.directory, opened.path)
+            files.check_unchanged()
             result.publish()
     seconds = time.monotonic() - begin
     return Conversion(target, planner.num_tensors, 0, planner.done, seconds)
@@ -127,7 +128,7 @@ def _read(name: str, form: torch.Tensor, joined: Mapping[str, Any], files: Mappe
     if name in joined:
         return torch.cat([view.reshape(-1).to(form.dtype) for view in joined[name]]).view(form.shape)
     if not form.numel():
-        return torch.empty(form.shape, dtype=form.dtype)
+        return torch.empty(form.shape, dtype=form.dtype, device="cpu")
     memory, position = bytearray(form.numel() * form.itemsize), 0
     for block in files.blocks(form):
         memory[position : position + len(block)] = block

@@ -137,7 +137,7 @@ class DistributedCheckpoint:
     def _form(self, name: str, entry: TensorStorageMetadata) -> torch.Tensor:
         """A tensor of this shape and dtype whose memory nobody touches."""
         try:
-            return torch.empty(entry.size, dtype=entry.properties.dtype)
+            return torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
         except _MALFORMED as error:
             message = f"{self._path}: {name} cannot have shape {tuple(entry.size)}: {error!s:.200}"
             raise CorruptCheckpointError(message, self._path, name) from error

@@ -85,7 +85,7 @@ def convert_to_huggingface(
     opened, target = open_source(source), os.path.abspath(os.fspath(out))
     check_place(opened.path, target, force)
     copied = _beside(opened.directory, config)
-    with MappedFiles(weights_only=not trust, whole=True) as files:
+    with MappedFiles(opened.path, weights_only=not trust, whole=True) as files:
         weights = {name: one for name, one in weights_of(opened, files, key, dtype).items() if one.owner == name}
         items = [*_shards(weights, max_shard_bytes), *(copy_item(name, path) for name, path in copied.items())]
         origin = f"huggingface {dtype} {max_shard_bytes} {key} of {opened.path}"

@@ -65,6 +65,7 @@ def write_one(
         named = OutFile(name, file.state, file.joined, file.format, file.copy_of, file.data)
         partial.nbytes = write(named, folder, files, advance).nbytes
         partial.make_durable()
+        files.check_unchanged()
         if not force and os.path.lexists(path):
             raise StorageError(f"{path} has come there meanwhile: choose another place", errno.EEXIST, path)
         partial.publish()

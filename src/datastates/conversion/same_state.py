@@ -92,7 +92,7 @@ def _convert(
 ) -> Conversion:
     opened, target = open_source(source), os.path.abspath(os.fspath(out))
     check_place(opened.path, target, force)
-    with MappedFiles(weights_only=not trust, whole=True) as files:
+    with MappedFiles(opened.path, weights_only=not trust, whole=True) as files:
         if opened.kind is not Kind.FOLDER:
             return _convert_one(opened, target, layout, force, files, progress)
         items = list(_items(opened, layout, files))

@@ -54,7 +54,8 @@ def weights_of(source: Source, files: MappedFiles, key: str | None = None, dtype
 
 def as_content(weights: Weights) -> Content:
     """The weights as a flat state; tied ones are one tensor in it."""
-    forms = {name: torch.empty(one.shape, dtype=one.dtype) for name, one in weights.items() if one.owner == name}
+    owners = {name: one for name, one in weights.items() if one.owner == name}
+    forms = {name: torch.empty(one.shape, dtype=one.dtype, device="cpu") for name, one in owners.items()}
     state = {name: forms[one.owner] for name, one in weights.items()}
     return Content(state, {name: one.elements for name, one in weights.items()})
 

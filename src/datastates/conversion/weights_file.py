@@ -51,7 +51,7 @@ def convert_to_weights(
     """
     opened, target = open_source(source), os.path.abspath(os.fspath(out))
     check_place(opened.path, target, force)
-    with MappedFiles(weights_only=not trust, whole=True) as files:
+    with MappedFiles(opened.path, weights_only=not trust, whole=True) as files:
         weights = weights_of(opened, files, key, dtype)
         content = as_content(weights)
         layout = "safetensors" if target.endswith(".safetensors") else "torch"

@@ -14,13 +14,14 @@ from datastates.reading import (
     FileReader,
     Sink,
     Tile,
+    address_of,
     copy_bytes,
     fresh_memory,
     merged,
     page_ceil,
     page_floor,
 )
-from datastates.state import alias, has_own_storage
+from datastates.state import alias, has_its_bytes, has_own_storage
 from datastates.uploads import Upload, link_to, settle, upload
 
 _SMALL_BYTES = 1 << 20
@@ -34,6 +35,10 @@ def why_not(target: torch.Tensor) -> str:
         return f"the target is a {type(target).__name__}, which is no plain strided tensor"
     if any(stride == 0 and size > 1 for size, stride in zip(target.shape, target.stride(), strict=True)):
         return "the target is expanded: several of its elements are the same memory"
+    if _may_overlap(target):
+        return "the target is a view whose elements overlap: several of them are the same memory"
+    if not has_its_bytes(target):
+        return "the target has no memory: somebody has freed or shrunk its storage"
     return ""
 
 
@@ -96,6 +101,16 @@ def _is_sendable(source: FileTensor, target: torch.Tensor) -> bool:
     return is_flat and target.device.type != "cpu" and source.dtype is target.dtype and _is_contiguous(source)
 
 
+def _may_overlap(target: torch.Tensor) -> bool:
+    """Whether not each dimension steps over all that those of smaller strides reach."""
+    reach = 0
+    for stride, size in sorted(zip(target.stride(), target.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return target.numel() > 0
+        reach += (size - 1) * stride
+    return False
+
+
 def _is_dense(source: FileTensor) -> bool:
     if source.end - source.begin != math.prod(source.shape) * source.dtype.itemsize:
         return False
@@ -148,10 +163,12 @@ def _converting_tiles(source: FileTensor, flat: torch.Tensor) -> list[Tile]:
 
 def _converter(part: torch.Tensor, dtype: torch.dtype) -> Sink:
     def convert(data: memoryview) -> None:
-        elements = torch.empty(len(data) // dtype.itemsize, dtype=dtype)  # aligned, which the data need not be
-        _memory_of(elements)[:] = data
+        if address_of(data) % dtype.itemsize:
+            aligned = memoryview(fresh_memory(len(data)))[: len(data)]
+            copy_bytes(aligned, data)
+            data = aligned
         with torch.inference_mode(part.is_inference()):
-            part.copy_(elements)
+            part.copy_(torch.frombuffer(data, dtype=dtype))
 
     return convert
 
@@ -163,5 +180,5 @@ def _turn(file: FileReader, source: FileTensor, target: torch.Tensor) -> None:
     file.run([Tile(source.begin, source.end, memoryview(memory))])
     raw = torch.frombuffer(memory, dtype=torch.uint8, offset=source.begin - cover, count=source.end - source.begin)
     aligned = raw if source.begin % 16 == 0 else raw.clone()
-    window = torch.empty(0, dtype=source.dtype)
+    window = torch.empty(0, dtype=source.dtype, device="cpu")
     copy_over(window.set_(aligned.untyped_storage(), 0, source.shape, source.stride), target)

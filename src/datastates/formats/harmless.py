@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from datastates.contents.kinds import ZIP
 from datastates.contents.parts import PICKLE_NAME
 from datastates.contents.stub_pickle import Call, StubPickle, read_whole
+from datastates.contents.tensor_calls import ReachError, check_reach
 from datastates.contents.zip_directory import ZipDirectory
 from datastates.errors import CorruptCheckpointError
 from datastates.reading import FileReader
@@ -42,6 +43,23 @@ def harmless(pickled: bytes, path: str) -> StubPickle:
     return stubs
 
 
+def check_tensors(stubs: StubPickle, path: str) -> None:
+    """Refuse tensors that reach beyond their storages: torch makes some longer, by memory of any content.
+
+    What else is wrong with a tensor is left to torch.
+
+    Raises:
+        CorruptCheckpointError: there is one.
+    """
+    for call in stubs.calls:
+        try:
+            check_reach(call)
+        except ReachError as error:
+            raise CorruptCheckpointError(f"{path} cannot be loaded: {error}", path) from error
+        except ValueError:
+            continue
+
+
 def check_foreign(file: FileReader, kind: str) -> None:
     """The same for a file that ``torch.load`` reads by itself: older ones, and compressed archives.
 
@@ -50,13 +68,15 @@ def check_foreign(file: FileReader, kind: str) -> None:
         StorageError: the file cannot be read.
     """
     if kind == ZIP:
-        harmless(_inflated(file), file.path)
+        check_tensors(harmless(_inflated(file), file.path), file.path)
         return
     if file.read(0, 1) != pickle.PROTO:
         return  # an archive of tar, which torch refuses
     begin = 0
     for _ in range(_NUM_LEGACY_PICKLES):
-        begin += _first_pickle(file, begin).nbytes
+        stubs = _first_pickle(file, begin)
+        check_tensors(stubs, file.path)
+        begin += stubs.nbytes
 
 
 def _first_pickle(file: FileReader, begin: int) -> StubPickle:

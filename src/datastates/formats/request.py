@@ -90,6 +90,8 @@ def guarded(map_location: MapLocation) -> MapLocation:
 
 def is_about_devices(error: Exception) -> bool:
     """Whether torch says that a storage cannot be brought to its device: then the file is sound."""
+    if isinstance(error, (torch.OutOfMemoryError, torch.AcceleratorError)):
+        return True
     text = str(error)
     return "deserialize object on" in text or "don't know how to restore data location" in text
 

@@ -245,5 +245,7 @@ def torch_form(entry: Entry, path: str) -> tuple[torch.dtype, list[int]]:
 
 
 def _window(storage: torch.UntypedStorage, dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
+    if torch._guards.detect_fake_mode(None) is not None:
+        return torch.empty(shape, dtype=dtype, device=storage.device)  # a form, as from torch.load
     tensor = torch.empty(0, dtype=dtype, device=storage.device)
     return tensor.set_(storage, 0, shape, torch.empty(shape, device="meta").stride())

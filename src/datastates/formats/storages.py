@@ -110,7 +110,7 @@ class Storages:
         """The bytes of a storage; its memory belongs to the tensor from now on."""
         region = self._regions[name]
         if region.end == region.begin:
-            return torch.empty(0, dtype=torch.uint8)
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
         if name not in self._made:
             self.read([name])
         return self._made.pop(name)
@@ -209,5 +209,5 @@ class MappedStorages:
 
     def take(self, name: str) -> torch.Tensor:
         region = self._regions[name]
-        tensor = torch.empty(0, dtype=torch.uint8)
+        tensor = torch.empty(0, dtype=torch.uint8, device="cpu")
         return tensor.set_(self._whole[region.begin : region.end], 0, (region.end - region.begin,), (1,))

@@ -23,7 +23,7 @@ from datastates.contents.walk import leaves
 from datastates.contents.zip_directory import ZipDirectory
 from datastates.errors import CorruptCheckpointError, DataStatesError, ForeignObjectError
 from datastates.formats import plain_pickle
-from datastates.formats.harmless import harmless
+from datastates.formats.harmless import check_tensors, harmless
 from datastates.formats.plain_types import PLAIN_TYPES, plain_types_allowed
 from datastates.formats.request import (
     MapLocationError,
@@ -183,6 +183,8 @@ class TorchArchive:
             if stubs is not None and self._is_ours_to_load and plain_pickle.is_plain(stubs):
                 restore = torch.serialization._get_restore_location(guarded(request.map_location))  # type: ignore[no-untyped-call]
                 return plain_pickle.load(reader.pickled, reader.storage, restore)
+            if stubs is not None:
+                check_tensors(stubs, self._file.path)
             module = pickle if stubs is None else restricted
             with plain_types_allowed() if request.weights_only else contextlib.nullcontext():
                 return torch.serialization._load(  # type: ignore[no-untyped-call]

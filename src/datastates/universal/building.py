@@ -108,6 +108,7 @@ def build(
                 work.stop()
                 pool.shutdown(cancel_futures=True)
                 raise
+        files.check_unchanged()
         result.publish()
     work.finish()
     return Conversion(path, len(items), work.num_kept, work.nbytes, time.monotonic() - begin)

@@ -59,7 +59,7 @@ def convert_to_universal(
         StorageError: ``out`` is there already, there is no room, or storage refuses.
     """
     folder, target = checkpoint_folder(os.fspath(checkpoint)), os.path.abspath(os.fspath(out))
-    with MappedFiles() as files:
+    with MappedFiles(folder) as files:
         items = list(_items(ZeroCheckpoint(folder, files), files))
         done = build(items, target, f"universal of {folder}", files, num_workers, progress)
     write_atomically(os.path.join(os.path.dirname(target), LATEST_NAME), os.fsencode(os.path.basename(target)))

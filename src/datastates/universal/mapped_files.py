@@ -13,6 +13,7 @@ import json
 import os
 import threading
 from collections.abc import Iterable, Iterator
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ import torch
 from datastates import reader
 from datastates.copying import row_blocks
 from datastates.errors import CorruptCheckpointError
+from datastates.same_save import SameSave
 from datastates.system_calls import patiently, storage_errors
 
 BLOCK_BYTES = 1 << 20
@@ -38,16 +40,18 @@ class MappedFiles:
         weights_only: only plain data is loaded; else what is pickled in the files is executed.
     """
 
-    def __init__(self, *, weights_only: bool = False, whole: bool = False) -> None:
+    def __init__(self, *sources: str, weights_only: bool = False, whole: bool = False) -> None:
         """Begin with no file.
 
         Args:
+            sources: checkpoints, or files of them, that must stay what they are (see `check_unchanged`).
             weights_only: refuse what is more than plain data, instead of executing it.
             whole: load files that cannot be mapped (of torch before 1.6, compressed) into memory, instead of refusing
                 those of torch before 1.6.
         """
         self.weights_only = weights_only
         self._whole = whole
+        self._same_save = SameSave(sources)
         self._states: dict[str, Any] = {}
         self._descriptors: dict[str, int] = {}
         self._paths: dict[int, str] = {}  # by descriptor
@@ -116,8 +120,19 @@ class MappedFiles:
     def __enter__(self) -> MappedFiles:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
+        self._same_save.__exit__(kind, error, trace)
+
+    def check_unchanged(self) -> None:
+        """Call it when all has been read, before that is published.
+
+        Raises:
+            StorageError: a source was saved again or removed meanwhile: the files may be of different saves.
+        """
+        self._same_save.check()
 
     def fingerprint(self, others: Iterable[str] = ()) -> str:
         """Names, sizes and times of the files, and of others that are read beside them, so that a change is seen."""
