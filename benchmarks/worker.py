@@ -125,7 +125,8 @@ def _steps(
 ) -> Result:
     """Steps without saves, then steps with one each, at most one checkpoint in flight, the newest two kept.
 
-    The wall time is without the seconds in which older checkpoints are deleted: who keeps them decides that.
+    Deleting older checkpoints is in none of a step's parts: who keeps them decides that. The first of the steps has no
+    save in flight.
     """
     root = Path(given["dir"])
     step(lambda: 0.0)
@@ -139,7 +140,6 @@ def _steps(
         step(lambda: 0.0)
         found["base"].append(now() - begin)
     handle: Any = None
-    deleting = 0.0
     first = now()
     for index in range(given["steps"]):
         begin = now()
@@ -152,7 +152,6 @@ def _steps(
             begin_deleting = now()
             folder = _empty(root / str(index % 2))
             written = now()
-            deleting += written - begin_deleting
             handle = way.save(state(), folder)
         else:
             begin_deleting = written = computed
@@ -165,7 +164,6 @@ def _steps(
                 "call": now() - written,
             }
         )
-    found["wall"] = now() - first - deleting
     if way is not None:
         way.wait_written(handle)
     return found
