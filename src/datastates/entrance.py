@@ -46,15 +46,18 @@ class Entrance:
     @contextmanager
     def inside(self) -> Iterator[None]:
         """Closing waits for the body to end. Raises what `check` does."""
-        with self._condition:
-            self.check()
-            self._inside.add(threading.get_ident())
+        thread, is_in = threading.get_ident(), False
         try:
+            with self._condition:
+                self.check()
+                is_in = True  # before it is noted: what a signal handler raises in between leaves nothing behind
+                self._inside.add(thread)
             yield
         finally:
-            with self._condition:
-                self._inside.discard(threading.get_ident())
-                self._condition.notify_all()
+            if is_in:
+                with self._condition:
+                    self._inside.discard(thread)
+                    self._condition.notify_all()
 
     def begin_closing(self, timeout: float | None) -> bool:
         """Let nobody in any more. Returns False if somebody else closes, after waiting for that.

@@ -24,7 +24,8 @@ from datastates.host_cache import Slab
 from datastates.plan import Columns, Segment, SlabPlan
 
 _version = attrgetter("_version")
-_AT_REST = torch.empty(0)
+with torch.inference_mode(False):
+    _AT_REST = torch.empty(0, device="cpu")  # whatever is the default where this is imported
 
 #: So many bytes are copied sooner than a thread gets the GIL back that it has let go of.
 _QUICK_BYTES = 64 * 1024
@@ -97,7 +98,7 @@ class Windows:
             name = self.names[position]
             message = f"{name}: its storage was freed or shrunk between save() and its copy; call wait() before that"
             raise TornSnapshotError(message, (name,))
-        return torch.empty(0, dtype=torch.uint8).set_(storage, offset, (nbytes,), (1,))
+        return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage, offset, (nbytes,), (1,))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

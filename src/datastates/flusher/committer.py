@@ -227,9 +227,10 @@ class Committer:
         if causes is not None:
             self._end(attempt, Failure(text_of(causes)), causes)
             return
-        if attempt.deadline is None:
+        if not attempt.is_promised:
             self._meeting_point.promise(attempt, request.tag)
-            attempt.deadline = self._patience.deadline()
+            attempt.is_promised = True
+            attempt.deadline = attempt.deadline or self._patience.deadline()
         elif self._meeting_point.is_removed(attempt):
             message = f"{attempt.directory} was removed before this rank had seen it committed"
             self._end(attempt, Failure(message, errno.ENOENT, attempt.directory), {})

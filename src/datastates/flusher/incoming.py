@@ -121,8 +121,8 @@ class Attempt:
     Attributes:
         request: None until the trainer has said that there are no further files.
         directory: of the checkpoint; empty for lone files, and where nobody has said yet.
-        deadline: when to give up on the other ranks; set once this rank's manifest is written. From then on
-            only rank 0 may decide against the checkpoint.
+        is_promised: this rank's manifest is written. From then on only rank 0 may decide against the checkpoint.
+        deadline: when to give up on the other ranks; set when that is written, or may be.
         manifests: of the ranks that are known to be complete, with the CRC-32 of their bytes.
         num_failures: of calls that finish the commit, which is decided: they are made again some times.
     """
@@ -132,6 +132,7 @@ class Attempt:
     request: Publish | Commit | None = None
     directory: str = ""
     lock: AttemptLock | None = None
+    is_promised: bool = False
     deadline: float | None = None
     manifests: dict[int, tuple[Manifest, int]] = field(default_factory=dict)
     num_failures: int = 0

@@ -5,6 +5,7 @@ There are no messages between flushers.
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 
@@ -28,7 +29,7 @@ from datastates.manifest import (
 )
 from datastates.node_parts import NodePart
 from datastates.partial_names import partial_path
-from datastates.system_calls import storage_errors
+from datastates.system_calls import patiently, storage_errors
 
 
 class MeetingPoint:
@@ -94,8 +95,20 @@ class MeetingPoint:
         write_manifest(attempt.directory, manifest)
 
     def is_removed(self, attempt: Attempt) -> bool:
-        """Whether the records of an attempt are gone that this rank has promised its part to: somebody deleted them."""
-        return not os.path.lexists(manifest_path(attempt.directory, attempt.name, self._rank))
+        """Whether the records of an attempt are gone that this rank has promised its part to: somebody deleted them.
+
+        Raises:
+            StorageError: it cannot be told.
+        """
+        path = manifest_path(attempt.directory, attempt.name, self._rank)
+        try:
+            with storage_errors("look at", path):
+                patiently(os.lstat, path)
+        except StorageError as error:
+            if error.errno in (errno.ENOENT, errno.ENOTDIR):
+                return True
+            raise
+        return False
 
     def is_bound(self, attempt: Attempt) -> bool:
         """Whether this rank's files must stay: promised to rank 0, or part of a commit that rank 0 has decided."""

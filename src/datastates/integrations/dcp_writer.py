@@ -323,7 +323,10 @@ class DataStatesWriter(StorageWriter, AsyncStager):
             except DataStatesError as error:
                 failure = error
             self._drop_unfinished("the writer was closed")
-        self._saver.close(deadline.left())
+        try:
+            self._saver.close(deadline.left())
+        except DataStatesError as error:
+            failure = failure or error
         _writers.discard(self)
         if failure is not None:
             raise failure
