@@ -110,6 +110,12 @@ def _mode_of(path: str) -> int | None:
     return stat.S_IMODE(mode) if stat.S_ISREG(mode) else None
 
 
+def _mode_of_new_files() -> int | None:
+    """None where the system does not tell."""
+    mask = umask()
+    return None if mask is None else NEW_FILE_MODE & ~mask
+
+
 def _set_mode(descriptor: int, mode: int | None) -> None:
     """An overwritten file keeps its permissions; a new one has what ``open`` gave it (0666 & ~umask)."""
     if mode is not None and mode != stat.S_IMODE(os.fstat(descriptor).st_mode):
@@ -208,7 +214,8 @@ def create_partial(
         make_directories(directory)
         remove_leftovers(directory, name, keep)
         mode = _mode_of(path)
-        is_reused = take_spare(path, partial, nbytes, NEW_FILE_MODE & ~umask() if mode is None else mode)
+        spare_mode = _mode_of_new_files() if mode is None else mode
+        is_reused = spare_mode is not None and take_spare(path, partial, nbytes, spare_mode)
         descriptor = _open_direct(partial, os.O_RDWR | os.O_CREAT, NEW_FILE_MODE if mode is None else mode)
         try:
             try:

@@ -89,11 +89,14 @@ def write_all(descriptor: int, data: bytes | memoryview, offset: int) -> None:
         offset += written
 
 
-def umask() -> int:
-    """The bits that new files of this process do not get.
+def umask() -> int | None:
+    """The bits that new files of this process do not get; None where the system does not tell.
 
     ``os.umask`` tells only by setting another, which a thread that makes a file at that moment would see.
     Source: proc_pid_status(5), since Linux 4.7.
     """
-    with open("/proc/self/status", encoding="ascii", errors="replace") as file:
-        return int(next(line for line in file if line.startswith("Umask:")).split()[1], 8)
+    try:
+        with open("/proc/self/status", encoding="ascii", errors="replace") as file:
+            return next((int(line.split()[1], 8) for line in file if line.startswith("Umask:")), None)
+    except OSError:
+        return None

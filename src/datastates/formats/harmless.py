@@ -113,11 +113,12 @@ def _inflated(file: FileReader) -> bytes:
 
 
 def _check(stubs: StubPickle, path: str) -> None:
+    asked = 0
     for call in stubs.calls:
         if call.class_name.endswith(".bytearray") and isinstance(call.args, tuple):
-            sizes = [size for size in call.args if type(size) is int and size > stubs.nbytes]
-            if sizes:
-                raise CorruptCheckpointError(f"{path}: the pickle asks for a bytearray of {sizes[0]} bytes", path)
+            asked += sum(size for size in call.args if type(size) is int and size > 0)
+            if asked > stubs.nbytes:
+                raise CorruptCheckpointError(f"{path}: the pickle asks for a bytearray of {asked} bytes", path)
     if not _has_few_arguments(stubs.calls, _FEW_ARGUMENTS + _ARGUMENTS_PER_BYTE * stubs.nbytes):
         raise CorruptCheckpointError(f"{path}: the arguments of the calls in the pickle contain themselves", path)
 

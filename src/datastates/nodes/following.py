@@ -261,7 +261,8 @@ class Following:
         elif is_late:
             missing = [node for node, key in keys.items() if not store.check([key])]
             text = f"it has not committed its part within {self._timeout:g} s"
-            _tell(store, one.key("whole"), dict.fromkeys(missing, text))
+            if missing:  # else the last has told its part just now, perhaps a failed one: the next round looks
+                _tell(store, one.key("whole"), dict.fromkeys(missing, text))
 
     def _heard(self, store: Store, one: _Followed, key: str) -> _End | None:
         """What an answer says, None while it has not come, and may come yet."""
